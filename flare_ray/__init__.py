@@ -1,7 +1,8 @@
 """Distributed speculative serving in Python on Ray.
 
-The package root owns the version and two names for offline use, ``LLM`` and ``SamplingParams``. Both are imported
-on first use: ``import flare_ray`` loads neither torch nor ray, so that the command line and host tests start fast.
+The package root owns the version and two names for offline use, ``LLM`` and ``SamplingParams``.
+Both are imported on first use: ``import flare_ray`` loads neither torch nor ray, so that the
+command line and host tests start fast.
 """
 
 from typing import TYPE_CHECKING, Any
