@@ -1,0 +1,1 @@
+"""Ray shells over plain classes: engine, ranks, channel, placement, health."""

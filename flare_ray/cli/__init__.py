@@ -1,0 +1,1 @@
+"""The flare-ray command and the in-process LLM."""

@@ -1,0 +1,20 @@
+"""User intent, and nothing else: frozen pydantic models that refuse unknown keys.
+
+What preparation finds out goes into `contracts.manifest.PreparedManifest`, never back into these.
+"""
+
+from flare_ray.config.deployment import (
+    DeploymentConfig,
+    EngineDeployment,
+    IngressDeployment,
+)
+from flare_ray.config.engine import AdmissionConfig, EngineConfig, SpeculationConfig
+
+__all__ = [
+    "AdmissionConfig",
+    "DeploymentConfig",
+    "EngineConfig",
+    "EngineDeployment",
+    "IngressDeployment",
+    "SpeculationConfig",
+]

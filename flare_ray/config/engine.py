@@ -1,0 +1,147 @@
+"""Configuration of one engine: the model, its ranks, memory, speculation and admission."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field, model_validator
+
+from flare_ray.contracts.shapes import MAX_WIDTH
+
+
+class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
+    """How many drafts a round may offer; the catalog holds widths (drafts plus the pending
+    token)."""
+
+    families: Literal["both", "ordinary", "speculative"] = Field(
+        "both",
+        description="Prepared program families: ordinary = --no-mtp (no drafter), speculative = "
+        "--mtp-only; both by default (contract: R6).",
+    )
+    draft_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_WIDTH - 1,
+        description="Largest draft count K; None = the recipe's default; 0 = prepare or serve "
+        "width-one rounds only.",
+    )
+    widths: tuple[int, ...] | None = Field(
+        None,
+        description="Prepared verification widths, increasing, containing 1, last = K + 1; None = "
+        "every width 1..K+1 (contract: G5).",
+    )
+    token_capacity: int = Field(
+        128, ge=1, le=4096, description="Largest B * W (rows) of a wide round (contract: G1)."
+    )
+    policy: Literal["adaptive", "fixed"] = Field(
+        "adaptive", description="How a round's width is chosen among the prepared ones."
+    )
+    fixed_width: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_WIDTH,
+        description="Width under policy=fixed; must be prepared; None = the largest. Applies where "
+        "token_capacity admitted it, width one elsewhere.",
+    )
+    history_drafts: bool = Field(
+        False,
+        description="Copy drafts from shared decoded history (contract: H2); refused until a "
+        "recipe offers it.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> SpeculationConfig:
+        widths = self.widths
+        if widths is not None:
+            if list(widths) != sorted(set(widths)) or widths[:1] != (1,) or widths[-1] > MAX_WIDTH:
+                raise ValueError(
+                    f"widths must increase, start at 1 and end at {MAX_WIDTH} or below, got "
+                    f"{list(widths)}"
+                )
+            if self.draft_tokens is not None and widths[-1] != self.draft_tokens + 1:
+                raise ValueError(
+                    f"the largest width must be draft_tokens + 1 = {self.draft_tokens + 1}, got "
+                    f"{widths[-1]}; change widths or draft_tokens"
+                )
+        if self.fixed_width is not None and self.policy != "fixed":
+            raise ValueError("fixed_width needs policy: fixed")
+        return self
+
+
+class AdmissionConfig(BaseModel, frozen=True, extra="forbid"):
+    """Bounds on what the engine accepts (contract: C1)."""
+
+    max_waiting: int = Field(
+        64, ge=0, description="Requests that may wait for a slot; one more is answered 429."
+    )
+    retry_after_s: float = Field(
+        2.0, gt=0, description="Seconds in the Retry-After header of an overload answer."
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Longest prompt accepted; None = context_tokens - 1."
+    )
+
+
+class EngineConfig(BaseModel, frozen=True, extra="forbid"):
+    """One engine: a checkpoint served by `tensor_parallel_size` ranks on one node."""
+
+    checkpoint: str = Field(
+        description="Folder with config.json, *.safetensors and tokenizer.json."
+    )
+    recipe: str | None = Field(
+        None, description="Recipe name; None = found from the checkpoint's architectures."
+    )
+    tensor_parallel_size: Literal[1, 2, 4, 8] = Field(
+        1, description="Ranks per engine (contract: A1); the recipe states which degrees it splits."
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        "cuda", description="Where ranks run; cpu runs the eager backend over gloo."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="Activation and unquantised weight type; CPU serves float32."
+    )
+    concurrency: int = Field(
+        4, ge=1, le=256, description="Requests decoded together; slots of the engine."
+    )
+    context_tokens: int = Field(
+        4096,
+        ge=2,
+        description="Longest prompt plus output, in tokens; at most the model's maximum.",
+    )
+    page_pool_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="Tokens the page pool holds over all requests; None = concurrency * "
+        "context_tokens.",
+    )
+    prefill_tokens: int = Field(
+        512, ge=1, le=8192, description="Rows of one prefill chunk; smaller = shorter stalls."
+    )
+    queue_depth: Literal[1, 2] = Field(
+        1, description="Rounds submitted ahead (contract: T6); 2 hides host time, costs dead lanes."
+    )
+    threads_per_rank: int = Field(
+        1, ge=1, le=256, description="CPU threads of each rank; fixed at preparation."
+    )
+    eager: bool = Field(
+        False, description="Run without CUDA graphs (debugging); always so on CPU (contract: G6)."
+    )
+    rank_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds without a reply after which a rank counts as hung."
+    )
+    speculation: SpeculationConfig = Field(
+        default_factory=SpeculationConfig, description="Drafts and widths."
+    )
+    admission: AdmissionConfig = Field(
+        default_factory=AdmissionConfig, description="Bounds on accepted work."
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineConfig:
+        pool = self.page_pool_tokens
+        if pool is not None and pool < self.context_tokens:
+            raise ValueError(
+                f"page_pool_tokens {pool} is below context_tokens {self.context_tokens}: one "
+                "request could never finish; raise the pool or lower the context"
+            )
+        return self

@@ -1,0 +1,76 @@
+"""What preparation found out and built; readable JSON whose digest every rank must agree on
+(contract: G2, G7, M6)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from flare_ray.contracts.shapes import GraphShape
+
+MANIFEST_VERSION = 1
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint's generation defaults (contract: S3)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+class ByteBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one rank, by lifetime (contract: M6)."""
+
+    weights_bytes: int
+    page_bytes: int
+    state_bytes: int
+    graph_pool_bytes: int
+    scratch_bytes: int
+
+
+class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prepared engine. Equal on all ranks except nothing: it holds no rank-dependent value.
+
+    Attributes:
+        num_pages: pages in the pool, the null page 0 included.
+        slots: concurrent requests; the null slot is index `slots`.
+        context_tokens: longest prompt plus output.
+        prefill_tokens: rows per prefill chunk.
+        draft_tokens: largest D prepared (0 = none).
+        shapes: every prepared round, decode and prefill shape.
+        threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
+    """
+
+    version: int = MANIFEST_VERSION
+    recipe: str
+    checkpoint_name: str
+    world_size: int
+    device: str
+    dtype: str
+    vocab_size: int
+    context_tokens: int
+    page_tokens: int
+    num_pages: int
+    slots: int
+    prefill_tokens: int
+    draft_tokens: int
+    speculation: bool
+    copy_inputs: bool
+    eos_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
+    shapes: tuple[GraphShape, ...]
+    budget: ByteBudget
+    threads: int = 0
+
+
+def manifest_json(manifest: PreparedManifest) -> bytes:
+    """Canonical JSON, one field order, for files and digests."""
+    return msgspec.json.format(msgspec.json.encode(manifest, order="deterministic"), indent=1)
+
+
+def manifest_digest(manifest: PreparedManifest) -> str:
+    """SHA-256 of the canonical JSON; ranks compare it before they serve."""
+    return hashlib.sha256(manifest_json(manifest)).hexdigest()

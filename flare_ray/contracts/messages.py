@@ -1,0 +1,98 @@
+"""The multiplexed output stream from an engine to each ingress replica (channel (b)) and the unary
+call's answer (a).
+
+One `StreamBatch` per ingress replica per round carries the deltas of all its requests,
+msgpack-encoded, pushed to the ZeroMQ PULL socket that the ingress owns. The first item of a
+request is `Admitted` or `Failed`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The request holds a slot or a place in the queue that it will not lose: the response may
+    open."""
+
+    request_id: str
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Newly visible output of one request.
+
+    Attributes:
+        tokens: visible token ids, in order; tokens that might still begin a stop string are held
+            back.
+        trim_bytes: bytes to drop from the end of the *last* token's text (a stop ended inside it).
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    trim_bytes: int = 0
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The request has ended well; nothing follows.
+
+    Attributes:
+        reason: "stop" (EOS, stop string or stop token) or "length".
+        completion_tokens: generated tokens through the one that ended the request, EOS included.
+        stop_reason: the stop string or stop token id that matched, or None.
+        drafts_offered / drafts_accepted / rounds: speculation totals of this request.
+    """
+
+    request_id: str
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+    stop_reason: str | int | None = None
+    drafts_offered: int = 0
+    drafts_accepted: int = 0
+    rounds: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The request has ended with an error; nothing follows.
+
+    Attributes:
+        code: "invalid_request_error", "overloaded", "rank_failure", "cancelled", "deadline",
+            "nonfinite_logits".
+        status: HTTP status if no response has been opened.
+        retry_after_s: > 0 only for overload.
+        emitted: whether any output had been made visible (a request without output may be retried
+            once).
+    """
+
+    request_id: str
+    code: str
+    message: str
+    status: int = 500
+    param: str | None = None
+    retry_after_s: float = 0.0
+    emitted: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Sent every 2 s to each ingress with open requests; an ingress ends its requests after 10 s
+    without one."""
+
+    rounds: int
+
+
+StreamItem = Admitted | Delta | Finished | Failed | Heartbeat
+
+
+class StreamBatch(msgspec.Struct, frozen=True, array_like=True):
+    """All items of one round for one ingress replica.
+
+    Attributes:
+        secret: the engine's start-up secret, compared in constant time by the ingress.
+        engine_id: identity of the engine replica; a new one after each restart.
+        sequence: rises by one per batch to this ingress, so that a lost batch is noticed.
+    """
+
+    secret: bytes
+    engine_id: str
+    sequence: int
+    items: tuple[StreamItem, ...]

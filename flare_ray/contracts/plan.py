@@ -1,0 +1,114 @@
+"""The round plan: everything the host decides about one program execution (contract: T6, C1;
+channel (c)).
+
+A plan is encoded with msgpack and stays <= 64 KiB. Kernels read pending tokens and consumed
+positions from request state on the device, so a plan never carries them: round n + 1 can be queued
+before round n has answered.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flare_ray.contracts.shapes import GraphShape
+
+MAX_EOS_IDS = 16
+"""Terminal token ids one slot may hold on the device."""
+
+
+class SlotInit(msgspec.Struct, frozen=True, array_like=True):
+    """Hands a slot to a request: zeroes its state rows and writes its request state before the
+    program runs.
+
+    Attributes:
+        epoch: slot generation, raised at each reuse; work that carries another epoch changes
+            nothing (contract: T6).
+        uid: engine-unique integer of the request, echoed in its records.
+        seed: unsigned 64-bit request seed; keys per domain follow from rng.stream_key.
+        budget: output tokens the device may emit.
+        eos_ids: device-visible terminal tokens, at most MAX_EOS_IDS; empty under ignore_eos.
+    """
+
+    slot: int
+    epoch: int
+    uid: int
+    seed: int
+    budget: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    eos_ids: tuple[int, ...]
+
+
+class PageGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Writes `page_ids` into a slot's page table from entry `first_index` on. Page 0 is the null
+    page, never granted."""
+
+    slot: int
+    first_index: int
+    page_ids: tuple[int, ...]
+
+
+class LanePlan(msgspec.Struct, frozen=True, array_like=True):
+    """One lane of a decode or speculative round.
+
+    Attributes:
+        ceiling: drafts this lane may verify, 0..D; a lane with fewer than D ends in a sample from
+            its own last row (contract: S9). Budget and EOS are clipped on the device besides.
+        copy_tokens: proposed token per depth, -1 = use the drafter's; at most D entries, q is a
+            point mass (S1).
+        copy_sources: ProposalSource value per depth, same length as copy_tokens.
+        mask_row: first of ceiling + 1 consecutive rows in the round's mask block; -1 =
+            unconstrained (contract: K1).
+    """
+
+    slot: int
+    epoch: int
+    ceiling: int
+    copy_tokens: tuple[int, ...] = ()
+    copy_sources: tuple[int, ...] = ()
+    mask_row: int = -1
+
+
+class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
+    """One lane of a prefill: consumes `tokens` at positions start .. start + len - 1.
+
+    Attributes:
+        final: the chunk ends the prompt: sample the first output token, which becomes pending.
+        pending: token to make pending instead of sampling (resume after preemption); -1 = sample.
+        mask_row: mask for the first sampled token; -1 = unconstrained.
+    """
+
+    slot: int
+    epoch: int
+    start: int
+    tokens: tuple[int, ...]
+    final: bool
+    pending: int = -1
+    mask_row: int = -1
+
+
+class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One program execution on every rank. `inits` and `grants` apply first, in order.
+
+    Attributes:
+        round_id: rises by one per plan of this engine.
+        lanes: decode or speculative lanes, at most shape.batch_capacity; empty for prefill.
+        prefill: prefill lanes, at most shape.batch_capacity, each at most shape.token_capacity
+            tokens.
+        context_pages: host-known bound: every page-table entry that a lane may touch lies below
+            it. Eager programs slice by it; captured ones ignore it.
+        mask_block: name of the shared-memory block with mask rows, "" = none (contract: K1).
+        mask_rows: int32 rows in that block.
+    """
+
+    round_id: int
+    shape: GraphShape
+    inits: tuple[SlotInit, ...] = ()
+    grants: tuple[PageGrant, ...] = ()
+    lanes: tuple[LanePlan, ...] = ()
+    prefill: tuple[PrefillLane, ...] = ()
+    context_pages: int = 0
+    mask_block: str = ""
+    mask_rows: int = 0

@@ -1,0 +1,117 @@
+"""The completion record: one int64 row per prepared slot (contract: T5).
+
+16 metadata fields then 8 token fields. Two transfer frames exist; a frame is owned until its
+transfer and its host consumption have finished. Only rank 0 returns rows; the other ranks return
+the checksum over the whole frame.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+METADATA_FIELDS = 16
+TOKEN_FIELDS = 8
+RECORD_FIELDS = METADATA_FIELDS + TOKEN_FIELDS
+
+
+class Field(enum.IntEnum):
+    """Column of each metadata field; tokens follow from METADATA_FIELDS on."""
+
+    UID = 0
+    EPOCH = 1
+    ROUND = 2
+    STATUS = 3
+    CONSUMED = 4
+    GENERATED = 5
+    BUDGET_LEFT = 6
+    DRAFTED = 7
+    OFFERED = 8
+    ACCEPTED = 9
+    EMITTED = 10
+    COPY_BITS = 11
+    DRAFT_POSITION = 12
+    WIDTH = 13
+    FLAGS = 14
+    CHECKSUM = 15
+
+
+class Status(enum.IntFlag):
+    """Lane status after the round."""
+
+    IDLE = 0
+    ACTIVE = 1
+    """The lane executed a state transition (a stale epoch or a finished request did not)."""
+    EOS = 2
+    """The last emitted token is in the slot's EOS set; it stays pending (contract: T3)."""
+    LENGTH = 4
+    """The output budget is spent."""
+    NONFINITE = 8
+    """A verified row's logits held no finite maximum; nothing was emitted and the request must end
+    with an error."""
+
+
+class Flag(enum.IntFlag):
+    """What kind of transition the row reports."""
+
+    NONE = 0
+    PREFILL = 1
+    FIRST_TOKEN = 2
+    MASKED = 4
+
+
+class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
+    """One lane's completion, unpacked. `tokens` holds exactly `emitted` ids.
+
+    consumed, generated and budget_left are values *after* the round; drafted, offered, accepted,
+    emitted belong to it. `copy_bits` bit k = draft k was a copy; `draft_position` = pairs in the
+    drafter's cache.
+    """
+
+    uid: int
+    epoch: int
+    round_id: int
+    status: int
+    consumed: int
+    generated: int
+    budget_left: int
+    drafted: int
+    offered: int
+    accepted: int
+    emitted: int
+    copy_bits: int
+    draft_position: int
+    width: int
+    flags: int
+    checksum: int
+    tokens: tuple[int, ...]
+
+
+class RoundReply(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank sends back for one plan.
+
+    Attributes:
+        rows: rank 0: flat int64 values, RECORD_FIELDS per lane in plan order; empty on other ranks.
+        checksum: over every lane's accepted counts, tokens and offsets; equal on all ranks or the
+            engine stops (S6).
+        elapsed_ns: device program time of this round (host clock around the program on CPU).
+        error: "" or the rank's own failure text; a reply with an error is its last.
+    """
+
+    rank: int
+    round_id: int
+    checksum: int
+    elapsed_ns: int
+    rows: tuple[int, ...] = ()
+    error: str = ""
+
+
+def unpack_rows(rows: tuple[int, ...]) -> tuple[LaneRecord, ...]:
+    """Split the flat rows of a reply into lane records."""
+    records = []
+    for start in range(0, len(rows), RECORD_FIELDS):
+        first = start + METADATA_FIELDS
+        tokens = rows[first : first + rows[start + Field.EMITTED]]
+        records.append(msgspec.convert((*rows[start:first], tokens), LaneRecord))
+    return tuple(records)

@@ -1,0 +1,70 @@
+"""What a client asked for: as written (`SamplingParams`) and as the engine runs it
+(`SamplingSpec`, `GenerationRequest`)."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as a user writes it; None means the checkpoint's default (contract: S3).
+
+    Temperature 0 means greedy: it is run as top-k 1 under the same sampler (contract: S2).
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling as the device runs it: every value explicit and inside its range.
+
+    temperature > 0; top_k >= 0, 0 = off, never above the vocabulary; 0 < top_p <= 1; 0 <= min_p <
+    1; seed in [0, 2**64).
+    Filters apply in this order: temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One admitted-or-waiting generation. All validation that needs no engine state has already
+    happened.
+
+    Attributes:
+        request_id: unique among live requests; a second live request with the same id is refused.
+        prompt_tokens: token ids, at least one.
+        max_tokens: output budget, >= 1; the submitter has already bounded it by the context.
+        stop: stop strings as UTF-8 bytes; matched by the controller on bytes across tokens and
+            rounds (contract: K2).
+        include_stop: whether the matched stop bytes stay visible.
+        stop_token_ids: host-visible stop tokens; hidden from the output like an EOS.
+        ignore_eos: the checkpoint's EOS set does not end this request.
+        reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
+            consumer.
+        deadline_s: seconds after arrival at which the request is ended with an error; 0 = none.
+    """
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingSpec
+    max_tokens: int
+    stop: tuple[bytes, ...] = ()
+    include_stop: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    reply_to: str = ""
+    priority: int = 0
+    deadline_s: float = 0.0

@@ -1,0 +1,98 @@
+"""Graph shapes: what one prepared program was built for, and which shapes a deployment prepares
+(contract: G1, G2, G5).
+
+Letters: B batch capacity, D draft depth, W verification width (pending token included), P packed
+    row capacity.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import msgspec
+
+PAGE_TOKENS = 64
+"""Token positions in one page (contract: M1)."""
+MAX_WIDTH = 8
+"""Seven drafts and the pending token: the history horizon that every width shares (contract:
+M3)."""
+
+
+class GraphKind(enum.StrEnum):
+    """Closed set of prepared programs; the operation ids 10, 11 and 13 stay reserved (contract:
+    G5)."""
+
+    PREFILL = "prefill"
+    SCORED_PREFILL = "scored_prefill"
+    DECODE = "decode"
+    RESUME = "resume"
+    SPECULATIVE = "speculative"
+    MIXED = "mixed"
+    INIT = "init"
+    RESTORE = "restore"
+    SNAPSHOT = "snapshot"
+    VISION = "vision"
+
+
+class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity of one catalog entry; compared by fields.
+
+    Attributes:
+        batch_capacity: B, lanes the program was built for; missing lanes are padded onto the null
+            slot.
+        token_capacity: rows per lane of a prefill program; equals `verify_width` for rounds.
+        draft_tokens: D, drafts the drafter produces; 0 for decode and prefill.
+        verify_width: W, target rows per lane.
+        packed_capacity: P, physical target rows; 0 = rectangular B x W.
+        speculation: True = absorbs and keeps drafter state; False = ordinary family (contract: R6).
+    """
+
+    kind: GraphKind
+    batch_capacity: int
+    token_capacity: int
+    draft_tokens: int = 0
+    verify_width: int = 1
+    packed_capacity: int = 0
+    speculation: bool = True
+
+
+def batch_capacities(concurrency: int) -> tuple[int, ...]:
+    """Powers of two through the padded concurrency limit: 3 gives (1, 2, 4)."""
+    capacities = [1]
+    while capacities[-1] < concurrency:
+        capacities.append(capacities[-1] * 2)
+    return tuple(capacities)
+
+
+def speculative_shapes(
+    concurrency: int, widths: Sequence[int], token_capacity: int
+) -> tuple[GraphShape, ...]:
+    """Rounds to prepare: width one at every batch capacity, wider ones where B * W fits (contract:
+    G1).
+
+    Args:
+        concurrency: largest number of lanes in a round.
+        widths: increasing widths that include one.
+        token_capacity: largest B * W of a wide round.
+    """
+    return tuple(
+        GraphShape(
+            kind=GraphKind.SPECULATIVE,
+            batch_capacity=batch,
+            token_capacity=width,
+            draft_tokens=width - 1,
+            verify_width=width,
+        )
+        for batch in batch_capacities(concurrency)
+        for width in widths
+        if width == 1 or batch * width <= token_capacity
+    )
+
+
+def decode_shapes(concurrency: int) -> tuple[GraphShape, ...]:
+    """Ordinary width-one rounds that keep no drafter state (contract: R6)."""
+    return tuple(
+        GraphShape(kind=GraphKind.DECODE, batch_capacity=batch, token_capacity=1, speculation=False)
+        for batch in batch_capacities(concurrency)
+    )

@@ -1,0 +1,1 @@
+"""Decides: admission, cohorts, widths, pages, stops, publication. Imports neither torch nor ray."""

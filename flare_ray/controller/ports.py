@@ -1,0 +1,55 @@
+"""The controller's two seams: ranks below it, consumers of output beside it. Fakes implement the
+same protocols."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from flare_ray.contracts.messages import StreamItem
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import LaneRecord
+
+
+class RoundResult(msgspec.Struct, frozen=True):
+    """One finished round, merged over ranks whose checksums agreed.
+
+    lanes are in plan order; elapsed_ns is rank 0's program time, wall_ns the host's from submit to
+    answer.
+    """
+
+    round_id: int
+    lanes: tuple[LaneRecord, ...]
+    elapsed_ns: int
+
+
+class RankChannel(Protocol):
+    """Ordered, bounded transport to all ranks of one engine (channel (c)). Used by one thread."""
+
+    def submit(self, plan: RoundPlan) -> None:
+        """Send `plan` to every rank; returns at once.
+
+        Raises:
+            RankFailure: a rank is gone.
+        """
+
+    def receive(self, timeout_s: float) -> RoundResult | None:
+        """The oldest unanswered round once all ranks have answered it; None after `timeout_s`.
+
+        Raises:
+            RankFailure: a rank died, answered an error, or checksums differ (contract: S6).
+        """
+
+    def wake(self) -> None:
+        """Make a blocked `receive` return None now; the only method another thread may call."""
+
+    def close(self) -> None:
+        """Stop using the ranks; idempotent."""
+
+
+class OutputPort(Protocol):
+    """Where stream items go; called by the controller thread only."""
+
+    def send(self, reply_to: str, items: tuple[StreamItem, ...]) -> None:
+        """Deliver one round's items to the consumer at `reply_to`; must not block."""

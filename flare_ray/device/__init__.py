@@ -1,0 +1,1 @@
+"""Executes rounds on one rank. Imports neither ray nor the controller."""

@@ -1,0 +1,1 @@
+"""HTTP: validation, templates, tokenisation, parsers, server-sent events, routing."""

@@ -1,0 +1,1 @@
+"""Metric names, recording and export; every series is declared once in names.py."""

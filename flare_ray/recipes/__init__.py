@@ -1,0 +1,1 @@
+"""Model families, one folder each; `declaration` is what they fill in, `registry` finds them."""

@@ -1,0 +1,300 @@
+"""What a recipe supplies, and nothing about any family (contract: R1; design/architecture.md
+section 3).
+
+A recipe is data plus builders named by dotted path, so that reading a declaration imports no
+torch. The engine asks for
+four things: geometry and tensor manifest, a `StateSpec`, a `Target` and a `Drafter`.
+
+Letters: B lanes, T rows per lane (W in a round, chunk length in a prefill), S slots (the null slot
+is index S), C page-table columns in view, V vocabulary, H feedback width, N consumed tokens when
+the program starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from flare_ray.contracts.manifest import SamplingDefaults
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Family = Literal["target", "drafter"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One checkpoint tensor a recipe requires or tolerates (contract: R5).
+
+    Attributes:
+        name: published name.
+        shape: full, unsharded shape as stored without quantisation packing.
+        family: who loads it; target loading leaves drafter tensors alone and the reverse.
+        quantisable: the tensor may arrive as FP8-block or NVFP4 parts instead of a plain float.
+        required: False = tolerated if present.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    family: Family
+    quantisable: bool = False
+    required: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """One device allocation of per-request state.
+
+    kind and the allocated shape:
+        page    [num_pages, *shape], addressed through the slot's page table; page 0 is the null
+                page
+        column  [S + 1, 8, *shape], one saved state per verification input; the live one is the
+                slot's column
+        window  [S + 1, keep + 8, *shape], raw inputs: entries column + 1 .. column + keep are the
+                live history; a round rewrites it to entries 0 .. keep - 1 and appends its rows
+        ring    [S + 1, entries, *shape], the last positions, entry = position % entries
+        row     [S + 1, *shape], one row, always live
+
+    Attributes:
+        name: key in the state store.
+        dtype: "float32", "activation" (the engine's dtype), "int64".
+        keep: history rows of a window.
+        entries: ring entries.
+        sharded: already divided by the TP degree in `shape` (information for `plan` only).
+    """
+
+    name: str
+    kind: Literal["page", "column", "window", "ring", "row"]
+    shape: tuple[int, ...]
+    family: Family
+    dtype: Literal["float32", "activation", "int64"] = "activation"
+    keep: int = 0
+    entries: int = 0
+    sharded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpec:
+    """All state of one rank; feedback_width is the drafter's H, sampling_width the head's input."""
+
+    groups: tuple[StateGroup, ...]
+    feedback_width: int
+    sampling_width: int
+
+
+@dataclass(slots=True)
+class Rows:
+    """Target rows of one program.
+
+    Row (b, t) is the token at `positions[b, t]`. Inactive lanes carry the null slot, page-table
+    entries 0 and valid False: what they compute goes to the null slot and page, read by nobody.
+    Invalid rows of an active lane write to the null page and leave columns, windows and rings of
+    its slot as if they had not run, except columns beyond the lane's last valid row.
+
+    Attributes:
+        tokens: [B, T] int64.
+        slots: [B] int64, null slot S where the lane is inactive.
+        positions: [B, T] int64, N + t.
+        valid: [B, T] bool, row takes part (prefix per lane).
+        lengths: [B] int64, number of valid rows.
+        column: [B] int64, live state column at the start (previous emitted count - 1; 0 for a
+            fresh slot).
+        page_table: [B, C] int64.
+        last_only: prefill: logits of each lane's last valid row only.
+        prefill: T is a chunk: states end in column 0 / the window's first `keep + 1` rows, and
+            `column` becomes 0.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    positions: Tensor
+    valid: Tensor
+    lengths: Tensor
+    column: Tensor
+    page_table: Tensor
+    last_only: bool
+    prefill: bool
+
+
+@dataclass(slots=True)
+class TargetOutput:
+    """What a target pass hands back.
+
+    Attributes:
+        logits: [B, T, V] float32, vocabulary shards gathered; [B, 1, V] when last_only.
+        feedback: [B, T, H] the drafter's input h of every row.
+        sampling: [B, T, Hs] the head's input of every row (kept for prefix snapshots, contract:
+            M4).
+    """
+
+    logits: Tensor
+    feedback: Tensor
+    sampling: Tensor
+
+
+@dataclass(slots=True)
+class AbsorbRows:
+    """Pairs (h_i, x[i+1]) at position i, from *target* history (contract: R8).
+
+    tokens [B, T] int64 = x[i+1]; feedback [B, T, H] = h_i; positions [B, T] int64 = i; valid [B,
+    T] bool; slots [B] int64; page_table [B, C] int64.
+    """
+
+    tokens: Tensor
+    feedback: Tensor
+    positions: Tensor
+    valid: Tensor
+    slots: Tensor
+    page_table: Tensor
+
+
+@dataclass(slots=True)
+class ProposalStart:
+    """Where a drafting round begins: the saved tail and the pending token complete the pair at
+    position N - 1.
+
+    pending [B] int64; tail [B, H] = h[N-1]; consumed [B] int64 = N; active [B] bool; slots [B]
+    int64; page_table [B, C] int64; depth = D, static, may be 0 (absorb the pair, propose nothing).
+    """
+
+    pending: Tensor
+    tail: Tensor
+    consumed: Tensor
+    active: Tensor
+    slots: Tensor
+    page_table: Tensor
+    depth: int
+
+
+class DraftSink(Protocol):
+    """Turns draft logits into tokens, keeps q, and substitutes copy tokens (contract: S1, H2)."""
+
+    def draw(self, depth: int, logits: Tensor) -> Tensor:
+        """Proposed tokens [B] int64 at `depth` (0-based) from logits [B, V] float32."""
+
+
+class Communicator(Protocol):
+    """Collectives of one TP group; every rank gets bit-identical results (contract: S6)."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, value: Tensor) -> Tensor:
+        """Sum over ranks, in rank order on CPU; may overwrite and return `value`."""
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Concatenation over ranks along the last dimension."""
+
+
+class Target(Protocol):
+    """The model that defines the output distribution."""
+
+    def forward(self, rows: Rows, state: Mapping[str, Tensor]) -> TargetOutput:
+        """Run rows; writes pages, ring entries, columns and windows of `state` in place."""
+
+    def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Make the accepted prefix the state where columns and windows do not already say so.
+
+        emitted: [B] int64, t (0 where no transition). Most recipes do nothing here.
+        """
+
+
+class Drafter(Protocol):
+    """The module that proposes; `max_depth` is the recipe's largest draft count."""
+
+    def absorb(self, rows: AbsorbRows, state: Mapping[str, Tensor]) -> None:
+        """Write the pairs' history into the drafter's own state; computes no logits."""
+
+    def propose(self, start: ProposalStart, state: Mapping[str, Tensor], sink: DraftSink) -> None:
+        """Absorb the pair (tail, pending), then call sink.draw for depths 0 .. D-1 in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """Tags of the family's chat text, read by generic parsers in the frontend.
+
+    Attributes:
+        reasoning_open / reasoning_close: tags around reasoning; "" = the family has none.
+        prompt_opens_reasoning: the generation prompt already ends inside reasoning.
+        tool_open / tool_close: tags around one tool call; "" = no tool calls.
+        tool_style: "arg_pairs" = name, then key and value tags; "json" = one JSON object.
+        arg_key_open .. arg_value_close: tags of "arg_pairs".
+    """
+
+    reasoning_open: str = ""
+    reasoning_close: str = ""
+    prompt_opens_reasoning: bool = False
+    tool_open: str = ""
+    tool_close: str = ""
+    tool_style: Literal["arg_pairs", "json"] = "json"
+    arg_key_open: str = ""
+    arg_key_close: str = ""
+    arg_value_open: str = ""
+    arg_value_close: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """The learned drafter a recipe declares (contract: R1).
+
+    copy_inputs: graphs of this recipe take copied tokens (contract: H2, H3).
+    """
+
+    drafter: str
+    default_draft_tokens: int
+    max_draft_tokens: int
+    copy_inputs: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One family: data, and builders by dotted path `module:function`.
+
+    Builders and their signatures:
+        geometry(config: Mapping) -> geometry            validates the checkpoint's config.json;
+        raises CheckpointError manifest(geometry) -> list[TensorSpec]
+        state(geometry, world_size: int) -> StateSpec
+        target(geometry, weights, comm, options) -> Target
+        drafter(geometry, weights, comm, options) -> Drafter
+    where weights is device.weights.loader.RankWeights and options is BuildOptions. The geometry
+    object offers at least `vocab_size`, `max_context_tokens`, `eos_ids`, `num_drafter_layers`.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    tensor_parallel: tuple[int, ...]
+    speculation: Speculation
+    sampling_defaults: SamplingDefaults
+    chat: ChatFormat
+    geometry: str
+    manifest: str
+    state: str
+    target: str
+    drafter: str
+    notes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """Run-time choices a builder may need. dtype: "float32" | "bfloat16"; device: "cpu" |
+    "cuda"."""
+
+    device: str
+    dtype: str
+    prefill_tokens: int
+    max_width: int
+
+
+def resolve(dotted: str) -> Callable[..., Any]:
+    """Import `module:attribute` named by a recipe.
+
+    Raises:
+        ImportError, AttributeError: the recipe names something that does not exist.
+    """
+    module, _, attribute = dotted.partition(":")
+    result: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return result
