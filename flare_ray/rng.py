@@ -40,8 +40,8 @@ class RngDomain(enum.IntEnum):
     EXPLORE = 3
 
 
-# Arbitrary odd 64-bit constants, one per domain, fixed for ever: changing one changes every seeded
-# text. _DOMAIN_CONSTANT = {
+# Arbitrary odd 64-bit constants, fixed for ever: changing one changes every seeded text.
+_DOMAIN_CONSTANT = {
     RngDomain.DRAFT: 0x6A09E667F3BCC909,
     RngDomain.ACCEPT: 0xBB67AE8584CAA73B,
     RngDomain.SAMPLE: 0x3C6EF372FE94F82B,
