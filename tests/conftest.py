@@ -1,0 +1,68 @@
+"""Environment of every test run: offline, quiet Ray, printed seeds, GPU tests skipped by name."""
+
+import os
+import random
+import socket
+from collections.abc import Callable
+
+import pytest
+from hypothesis import settings
+
+# Read when torch, ray or transformers are first imported, hence set before any test module is.
+for _name, _value in {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+SEED_VARIABLE = "FLARE_TEST_SEED"
+RUN_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+
+# A slow machine must not turn a correct property into a failure; a failing example is printed as a
+# blob that reproduces it.
+settings.register_profile("flare", deadline=None, print_blob=True)
+settings.load_profile("flare")
+
+
+def pytest_report_header() -> str:
+    return f"randomised tests: {SEED_VARIABLE}={RUN_SEED}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device; torch sees none")
+
+
+@pytest.fixture
+def random_seed(request: pytest.FixtureRequest) -> int:
+    """Seed of one randomised test: the run's seed mixed with its name, printed on failure."""
+    seed = random.Random(f"{RUN_SEED}:{request.node.nodeid}").randrange(2**31)
+    print(f"{SEED_VARIABLE}={RUN_SEED} gives this test the seed {seed}")
+    return seed
+
+
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Function that returns a loopback TCP port, free now and never handed out before in this run.
+
+    Two Serve instances on one port do not conflict (its proxy sets SO_REUSEPORT), they split the
+    requests at random; hence a port of its own for every test.
+    """
+    given: set[int] = set()
+
+    def take() -> int:
+        while True:
+            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+                sock.bind(("127.0.0.1", 0))
+                port = int(sock.getsockname()[1])
+            if port not in given:
+                given.add(port)
+                return port
+
+    return take
