@@ -1,0 +1,1 @@
+"""Measurements: each module writes one file under ``benchmarks/results``, its command in it."""

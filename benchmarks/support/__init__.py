@@ -1,0 +1,1 @@
+"""What benchmarks share: the result file and its table."""
