@@ -1,0 +1,68 @@
+"""Philox4x32-10 in torch: the random stream that CPU and GPU samplers share (contract: S4, S5).
+
+Draw n of key k is word n % 4 of the block with counter (n // 4 as 64 bits, subsequence 0 as 64
+bits), mapped to a float32 in (0, 1] by x * 2**-32 + 2**-33. This is the law of curand_init(k, 0,
+n), verified against compiled FlashInfer samplers.
+
+Source: Salmon, Moraes, Dror, Shaw 2011; the float mapping is curand's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_SCALE = 2.0**-32
+_HALF = 2.0**-33
+
+
+def _round_keys(keys: Tensor) -> Tensor:
+    """Key schedule [10, 2, B, 1] int64 from keys [B] int64 (low word first)."""
+    step = torch.arange(_ROUNDS, device=keys.device, dtype=torch.int64).view(_ROUNDS, 1, 1, 1)
+    weyl = keys.new_tensor(_WEYL).view(1, 2, 1, 1)
+    words = torch.stack((keys & _MASK32, (keys >> 32) & _MASK32)).view(1, 2, -1, 1)
+    return (words + step * weyl) & _MASK32
+
+
+def blocks(keys: Tensor, first: Tensor, count: int) -> Tensor:
+    """Raw 32-bit words of `count` consecutive Philox blocks.
+
+    Args:
+        keys: [B] int64, the 64-bit key read as signed.
+        first: [B] int64, first block index (offset // 4), >= 0.
+        count: static number of blocks.
+    Returns:
+        [B, 4 * count] int64, each in [0, 2**32).
+    """
+    schedule = _round_keys(keys)
+    index = first.view(-1, 1) + torch.arange(count, device=keys.device, dtype=torch.int64)
+    multipliers = keys.new_tensor(_MULTIPLIERS).view(2, 1, 1)
+    even = torch.stack((index & _MASK32, torch.zeros_like(index)))  # words 0 and 2
+    odd = torch.stack(((index >> 32) & _MASK32, torch.zeros_like(index)))  # words 1 and 3
+    for step in range(_ROUNDS):
+        # The product wraps as signed 64-bit; its bit pattern, hence both halves, is still right.
+        product = even * multipliers
+        high = ((product >> 32) & _MASK32).flip(0)
+        even = high ^ odd ^ schedule[step]
+        odd = (product & _MASK32).flip(0)
+    # word order per block: even[0], odd[0], even[1], odd[1]
+    return torch.stack((even[0], odd[0], even[1], odd[1]), dim=-1).flatten(1)
+
+
+def uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """Draws offset .. offset + count - 1 of each key, subsequence 0.
+
+    Args:
+        keys: [B] int64.
+        offsets: [B] int64, first draw, >= 0.
+        count: static number of draws.
+    Returns:
+        [B, count] float32 in (0, 1]; exactly 1.0 with probability 2**-25 (see chain.py's guard).
+    """
+    words = blocks(keys, offsets >> 2, (count + 6) // 4)
+    column = (offsets & 3).view(-1, 1) + torch.arange(count, device=keys.device)
+    return words.gather(1, column).to(torch.float32) * _SCALE + _HALF
