@@ -35,6 +35,9 @@ class TensorSpec:
         family: who loads it; target loading leaves drafter tensors alone and the reverse.
         quantisable: the tensor may arrive as FP8-block or NVFP4 parts instead of a plain float.
         required: False = tolerated if present.
+        shard_dim: dimension that the TP degree divides; None = every rank holds the whole tensor.
+            `plan` computes bytes per rank from it, and the loader refuses a builder's split along
+            another dimension.
     """
 
     name: str
@@ -42,6 +45,7 @@ class TensorSpec:
     family: Family
     quantisable: bool = False
     required: bool = True
+    shard_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +265,9 @@ class Recipe:
         drafter(geometry, weights, comm, options) -> Drafter
     where weights is device.weights.loader.RankWeights and options is BuildOptions. The geometry
     object offers at least `vocab_size`, `max_context_tokens`, `eos_ids`, `num_drafter_layers`.
+
+    tolerated_prefixes: beginnings of tensor names that a checkpoint may hold and the engine does
+    not load (a vision tower, say); any other unlisted tensor is refused (contract: R5).
     """
 
     name: str
@@ -276,6 +283,7 @@ class Recipe:
     target: str
     drafter: str
     notes: Mapping[str, str] = field(default_factory=dict)
+    tolerated_prefixes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
