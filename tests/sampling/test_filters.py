@@ -18,7 +18,7 @@ from flare_ray.device.sampling.filters import (
 
 FILTER_TOLERANCE = 2e-6  # float32 rounding of one softmax and two renormalisations at 64 tokens
 
-NUCLEUS_MASS_TOLERANCE = 1e-6  # float32 cumulative sums over 154,880 tokens
+NUCLEUS_MASS_TOLERANCE = 3e-5  # float32 sums over 154,880 tokens: 1.7e-5 measured, 0 at 8,192
 
 
 def make_params(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, lanes=1):
