@@ -219,7 +219,7 @@ def show(command: Sequence[str], document: dict[str, Any], prompt: str) -> None:
     base_url = f"http://{host}:{port}"
     require_free_port(host, port)
     started = time.monotonic()
-    print(f"$ {' '.join(command)}    (output in {LOG_FILE.relative_to(ROOT)})", flush=True)
+    print(f"$ {' '.join(command)}    (output in {os.path.relpath(LOG_FILE)})", flush=True)
     server = start_server(command, LOG_FILE)
     try:
         wait_until_ready(server, base_url)

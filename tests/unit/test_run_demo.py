@@ -169,6 +169,53 @@ def test_stop_kills_what_the_server_left_behind_and_says_so(monkeypatch):
     assert not run_demo.is_running(child)
 
 
+SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def send(self, text):
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        self.send(sys.argv[2])
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send(sys.argv[3])
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_whole_demo_runs_and_stops_its_server(free_port, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run_demo, "LOG_FILE", tmp_path / "logs" / "serve.log")
+    port = free_port()
+    document = {
+        "http_options": {"port": port},
+        "applications": [{"args": {"model_name": "demo"}}],
+    }
+    models = json.dumps({"data": [{"id": "demo"}]})
+    stream = "\n\n".join([*WHOLE_STREAM, DONE]) + "\n\n"
+    command = [sys.executable, "-c", SERVER, str(port), models, stream]
+    run_demo.show(command, document, "Hello")
+    printed = capsys.readouterr().out
+    assert "> Hello\nOnce upon\n" in printed and printed.endswith("stopped cleanly\n")
+    run_demo.require_free_port("127.0.0.1", port)
+
+
+def test_demo_stops_its_server_when_the_answer_is_broken(free_port, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_demo, "LOG_FILE", tmp_path / "serve.log")
+    port = free_port()
+    document = {
+        "http_options": {"port": port},
+        "applications": [{"args": {"model_name": "demo"}}],
+    }
+    models = json.dumps({"data": [{"id": "demo"}]})
+    with pytest.raises(DemoFailure, match="DONE"):
+        run_demo.show([sys.executable, "-c", SERVER, str(port), models, "\n"], document, "Hello")
+    run_demo.require_free_port("127.0.0.1", port)
+
+
 def test_address_and_model_come_from_the_deployment():
     document = {
         "http_options": {"host": "0.0.0.0", "port": 8123},
