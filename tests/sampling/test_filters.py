@@ -97,8 +97,8 @@ def test_nucleus_equals_a_stable_sort_on_random_rows(vocabulary):
     got = nucleus_mask(probs, top_p)
     # only tokens at the boundary may differ, by as much mass as float32 sums are off
     astray = torch.where(got != expected, probs, 0.0)
-    assert astray.sum(-1).max() <= NUCLEUS_MASS_TOLERANCE + probs[got].min()
     smallest_kept = torch.where(got, probs, 2.0).amin(-1)
+    assert (astray.sum(-1) <= NUCLEUS_MASS_TOLERANCE + smallest_kept).all()
     assert (torch.where(got, 0.0, probs).amax(-1) <= smallest_kept).all()
 
 
