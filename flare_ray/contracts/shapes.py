@@ -96,3 +96,26 @@ def decode_shapes(concurrency: int) -> tuple[GraphShape, ...]:
         GraphShape(kind=GraphKind.DECODE, batch_capacity=batch, token_capacity=1, speculation=False)
         for batch in batch_capacities(concurrency)
     )
+
+
+def prefill_shapes(
+    concurrency: int, prefill_tokens: int, *, speculation: bool
+) -> tuple[GraphShape, ...]:
+    """Prefill programs of one family: B lanes share a chunk of `prefill_tokens` rows, so every one
+    of them stalls the decoding lanes about as long as the others.
+
+    Args:
+        concurrency: largest number of lanes.
+        prefill_tokens: rows of one program, B * token_capacity at most.
+        speculation: True = absorbs drafter history (contract: R6).
+    """
+    return tuple(
+        GraphShape(
+            kind=GraphKind.PREFILL,
+            batch_capacity=batch,
+            token_capacity=prefill_tokens // batch,
+            speculation=speculation,
+        )
+        for batch in batch_capacities(concurrency)
+        if batch <= prefill_tokens
+    )
