@@ -1,0 +1,70 @@
+"""The frontend's one seam: an engine as the HTTP routes see it (contract: A2, A3).
+
+Routes know this protocol and nothing of Ray, sockets or threads. Two clients implement it: the
+Serve one (`router.py`) and the one of a single process (`inprocess.py`); tests bring a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from flare_ray.contracts.manifest import SamplingDefaults
+from flare_ray.contracts.messages import Delta, Failed, Finished
+from flare_ray.contracts.request import GenerationRequest
+
+StreamEvent = Delta | Finished | Failed
+"""What a stream yields: any number of `Delta`, then exactly one `Finished` or `Failed`."""
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the routes must know of a ready engine; every value comes from its manifest.
+
+    Attributes:
+        engine_id: identity of the replica that answered.
+        context_tokens: longest prompt plus output.
+        max_prompt_tokens: longest prompt accepted, below `context_tokens`.
+        vocab_size: rows of the vocabulary head; token ids of prompts and stops lie below it.
+        sampling_defaults: the checkpoint's (contract: S3).
+    """
+
+    engine_id: str
+    context_tokens: int
+    max_prompt_tokens: int
+    vocab_size: int
+    sampling_defaults: SamplingDefaults
+
+
+class RequestStream(Protocol):
+    """Output of one admitted request."""
+
+    def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        """The events, in order; iterated once."""
+
+    async def aclose(self) -> None:
+        """Cancel the request if it still runs, and forget it; idempotent, never raises."""
+
+
+class EngineClient(Protocol):
+    """An engine, or several behind a router. Used by one event loop."""
+
+    async def open(self, request: GenerationRequest) -> RequestStream:
+        """Submit and wait for admission; no response has started before this returns.
+
+        Raises:
+            InvalidRequest: the engine refuses the request.
+            Overloaded: no capacity, or no engine within the client's limit.
+            RankFailure: the engine died before it emitted anything, twice.
+        """
+
+    async def info(self) -> EngineInfo:
+        """Facts about a ready engine, fresh to within a second.
+
+        Raises:
+            Overloaded: status 503: no engine is ready (starting, or being rebuilt).
+        """
+
+    async def metrics(self) -> str:
+        """Prometheus text of every engine; equal whichever client is asked (contract: A5)."""
