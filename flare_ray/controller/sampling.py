@@ -1,0 +1,170 @@
+"""From what a client wrote to what the device runs: sampling parameters and stops (contract: S2,
+S3)."""
+
+from __future__ import annotations
+
+import math
+import secrets
+
+import msgspec
+
+from flare_ray.contracts.manifest import SamplingDefaults
+from flare_ray.contracts.request import SamplingParams, SamplingSpec
+from flare_ray.errors import InvalidRequest
+from flare_ray.rng import MASK64
+
+GREEDY_BELOW_TEMPERATURE = 1e-10
+"""Below it a request runs greedily. float32 logits of magnitude 0.01 or more that differ at all
+differ by 1e-9, which such a temperature turns into odds of e**10 or more; dividing by anything
+smaller could only overflow."""
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 1024
+"""Bounds of the held-back text and of the search per round."""
+
+
+class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a `GenerationRequest` that sampling parameters decide, all checked."""
+
+    sampling: SamplingSpec
+    max_tokens: int
+    stop: tuple[bytes, ...]
+    include_stop: bool
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+def resolve(
+    params: SamplingParams,
+    defaults: SamplingDefaults,
+    *,
+    vocab_size: int,
+    prompt_tokens: int,
+    context_tokens: int,
+) -> ResolvedSampling:
+    """Check `params`, fill in the checkpoint's `defaults` and a fresh random seed.
+
+    Temperature 0, and any below GREEDY_BELOW_TEMPERATURE, becomes top-k 1 at temperature 1: the
+    sampler is then deterministic. top_k -1, 0 or >= vocab_size switches the filter off.
+    max_tokens None means all that the context leaves.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        context_tokens: longest prompt plus output.
+    Raises:
+        InvalidRequest: a value is out of its range; `param` names the field.
+    """
+    return ResolvedSampling(
+        sampling=_sampling_spec(params, defaults, vocab_size),
+        max_tokens=_max_tokens(params.max_tokens, prompt_tokens, context_tokens),
+        stop=_stop_bytes(params.stop),
+        include_stop=params.include_stop_str_in_output,
+        stop_token_ids=_stop_token_ids(params.stop_token_ids, vocab_size),
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _sampling_spec(
+    params: SamplingParams, defaults: SamplingDefaults, vocab_size: int
+) -> SamplingSpec:
+    temperature = _number("temperature", params.temperature, defaults.temperature)
+    if temperature < 0:
+        raise InvalidRequest(
+            f"temperature must be 0 or greater, got {temperature:g}", param="temperature"
+        )
+    top_p = _number("top_p", params.top_p, defaults.top_p)
+    if not 0 < top_p <= 1:
+        raise InvalidRequest(
+            f"top_p must be greater than 0 and at most 1, got {top_p:g}", param="top_p"
+        )
+    min_p = _number("min_p", params.min_p, defaults.min_p)
+    if not 0 <= min_p < 1:
+        raise InvalidRequest(f"min_p must be at least 0 and below 1, got {min_p:g}", param="min_p")
+    top_k = _top_k(params.top_k, defaults.top_k, vocab_size)
+    seed = _seed(params.seed)
+    if temperature < GREEDY_BELOW_TEMPERATURE:
+        return SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=seed)
+    return SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def _number(param: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if not math.isfinite(value):
+        raise InvalidRequest(f"{param} must be a finite number, got {value}", param=param)
+    return float(value)
+
+
+def _top_k(value: int | None, default: int, vocab_size: int) -> int:
+    top_k = default if value is None else value
+    if top_k < -1:
+        raise InvalidRequest(
+            f"top_k must be positive, or 0 or -1 to switch it off, got {top_k}", param="top_k"
+        )
+    return top_k if 0 < top_k < vocab_size else 0
+
+
+def _seed(value: int | None) -> int:
+    if value is None:
+        return secrets.randbits(64)
+    if not -(1 << 63) <= value <= MASK64:
+        raise InvalidRequest(
+            f"seed must fit in 64 bits (-2**63 to 2**64 - 1), got {value}", param="seed"
+        )
+    return value & MASK64
+
+
+def _max_tokens(value: int | None, prompt_tokens: int, context_tokens: int) -> int:
+    room = context_tokens - prompt_tokens
+    if room < 1:
+        raise InvalidRequest(
+            f"the prompt has {prompt_tokens} tokens and the context is {context_tokens} tokens: no "
+            "room is left for output; shorten the prompt",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    if value is None:
+        return room
+    if value < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {value}", param="max_tokens")
+    if value > room:
+        raise InvalidRequest(
+            f"max_tokens {value} and the prompt's {prompt_tokens} tokens exceed the context of "
+            f"{context_tokens} tokens; ask for at most {room}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return value
+
+
+def _stop_bytes(stop: tuple[str, ...]) -> tuple[bytes, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(
+            f"at most {MAX_STOP_STRINGS} stop strings are taken, got {len(stop)}", param="stop"
+        )
+    encoded = []
+    for text in stop:
+        if not text:
+            raise InvalidRequest("a stop string must not be empty", param="stop")
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"stop string {text!r} is no valid Unicode text (lone surrogate)", param="stop"
+            ) from error
+        if len(data) > MAX_STOP_BYTES:
+            raise InvalidRequest(
+                f"a stop string may have {MAX_STOP_BYTES} bytes in UTF-8, got {len(data)}",
+                param="stop",
+            )
+        encoded.append(data)
+    return tuple(encoded)
+
+
+def _stop_token_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids must lie in 0..{vocab_size - 1}, got {token}",
+                param="stop_token_ids",
+            )
+    return tuple(ids)
