@@ -1,0 +1,438 @@
+"""A deterministic engine in memory: plays token scripts under the law of rounds, and checks plans.
+
+`FakeChannel` implements `RankChannel`. It executes a plan when it is submitted, as an ordered
+stream would, and hands the result out when its latency has passed. It holds the plan to what a
+device relies on and no device could report: pages owned and granted before they are touched,
+nothing reused under a queued round, shapes prepared, messages small. A breach raises
+`PlanBreach`.
+
+Time is real, or virtual with a `VirtualClock`: then `receive` moves the clock instead of sleeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
+from flare_ray.contracts.messages import StreamItem
+from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
+from flare_ray.contracts.record import Flag, LaneRecord, Status
+from flare_ray.contracts.shapes import (
+    PAGE_TOKENS,
+    GraphKind,
+    decode_shapes,
+    prefill_shapes,
+    speculative_shapes,
+)
+from flare_ray.controller.ports import RoundResult
+from flare_ray.errors import RankFailure
+
+MAX_PLAN_BYTES = 64 * 1024
+NANOSECONDS = 1_000_000_000
+
+Script = Callable[[tuple[int, ...], int], int]
+"""(prompt, index) -> the output token number `index`, from 0."""
+AcceptTable = Callable[[tuple[int, ...], int, int], bool]
+"""(prompt, generated tokens at the round's start, depth from 1) -> the draft there is accepted."""
+
+
+class PlanBreach(AssertionError):
+    """A plan asked for something that would corrupt a device."""
+
+
+class VirtualClock:
+    """Nanoseconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def advance(self, seconds: float) -> None:
+        self.now_ns += round(seconds * NANOSECONDS)
+
+
+def hashed_script(vocab_size: int, first_token: int = 0) -> Script:
+    """Text that depends on the prompt alone, tokens in first_token .. vocab_size - 1.
+
+    Hashes of tuples of integers do not vary between runs.
+    """
+
+    def token(prompt: tuple[int, ...], index: int) -> int:
+        span = vocab_size - first_token
+        return first_token + hash((prompt, index)) % span
+
+    return token
+
+
+def listed_script(texts: dict[tuple[int, ...], Sequence[int]], then: int = 0) -> Script:
+    """Given outputs by prompt; `then` for ever after the end of one."""
+
+    def token(prompt: tuple[int, ...], index: int) -> int:
+        text = texts[prompt]
+        return text[index] if index < len(text) else then
+
+    return token
+
+
+def hashed_accepts(rate: float) -> AcceptTable:
+    """Each depth accepted with about this rate, reproducibly."""
+    return lambda prompt, generated, depth: hash((prompt, generated, depth)) % 1000 < rate * 1000
+
+
+def accepts_up_to(count: int) -> AcceptTable:
+    """The first `count` depths are accepted."""
+    return lambda _prompt, _generated, depth: depth <= count
+
+
+@dataclass
+class _Slot:
+    """What a device keeps per slot."""
+
+    init: SlotInit | None = None
+    prompt: list[int] = field(default_factory=list)
+    consumed: int = 0
+    generated: int = 0
+    pending: int = -1
+    finished: bool = False
+    pages: dict[int, int] = field(default_factory=dict)
+
+
+class FakeChannel:
+    """One engine's ranks.
+
+    Attributes:
+        plans: every plan submitted, in order.
+        rows_by_request: uid -> tokens the device emitted for it, dead lanes excluded.
+        dead_lanes: lanes that executed no transition.
+    """
+
+    def __init__(
+        self,
+        manifest: PreparedManifest,
+        script: Script,
+        accepts: AcceptTable,
+        *,
+        latency_s: Callable[[RoundPlan], float] = lambda plan: 0.0,
+        queue_depth: int = 2,
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.script = script
+        self.accepts = accepts
+        self.latency_s = latency_s
+        self.queue_depth = queue_depth
+        self.clock = clock
+        self.plans: list[RoundPlan] = []
+        self.rows_by_request: dict[int, list[int]] = {}
+        self.dead_lanes = 0
+        self.closed = False
+        self._slots = [_Slot() for _ in range(manifest.slots)]
+        self._owner: dict[int, tuple[int, int]] = {}
+        self._queued: deque[tuple[RoundPlan, RoundResult, int]] = deque()
+        self._condition = threading.Condition()
+        self._woken = False
+        self._failure: RankFailure | None = None
+        self._fail_at: dict[int, tuple[int, str]] = {}
+        self._nonfinite: set[tuple[int, int]] = set()
+
+    # The protocol.
+
+    def submit(self, plan: RoundPlan) -> None:
+        with self._condition:
+            self._raise_failure()
+            self._check_plan(plan)
+            for init in plan.inits:
+                self._apply_init(init)
+            for grant in plan.grants:
+                self._apply_grant(grant)
+            context = plan.context_pages
+            lanes = [self._prefill(plan, lane, context) for lane in plan.prefill]
+            lanes += [self._round(plan, lane) for lane in plan.lanes]
+            latency_ns = round(self.latency_s(plan) * NANOSECONDS)
+            start_ns = max(self._now(), self._queued[-1][2] if self._queued else 0)
+            result = RoundResult(plan.round_id, tuple(lanes), latency_ns)
+            self.plans.append(plan)
+            self._queued.append((plan, result, start_ns + latency_ns))
+
+    def receive(self, timeout_s: float) -> RoundResult | None:
+        deadline_ns = self._now() + round(timeout_s * NANOSECONDS)
+        with self._condition:
+            while True:
+                self._raise_failure()
+                ready_ns = self._queued[0][2] if self._queued else None
+                if ready_ns is not None and ready_ns <= self._now():
+                    return self._take()
+                if self._woken or self._now() >= deadline_ns:
+                    self._woken = False
+                    return None
+                until_ns = deadline_ns if ready_ns is None else min(deadline_ns, ready_ns)
+                if self.clock is not None:
+                    self.clock.now_ns = until_ns
+                else:
+                    self._condition.wait((until_ns - self._now()) / NANOSECONDS)
+
+    def wake(self) -> None:
+        with self._condition:
+            self._woken = True
+            self._condition.notify()
+
+    def close(self) -> None:
+        self.closed = True
+
+    # Faults.
+
+    def fail_at(self, round_id: int, *, rank: int, cause: str) -> None:
+        """The answer to this round is the death of a rank."""
+        self._fail_at[round_id] = (rank, cause)
+
+    def kill_rank(self, rank: int, cause: str = "connection closed") -> None:
+        """A rank dies now; any thread."""
+        with self._condition:
+            round_id = self.plans[-1].round_id if self.plans else -1
+            self._failure = _rank_failure(rank, round_id, cause)
+            self._condition.notify()
+
+    def poison(self, uid: int, generated: int) -> None:
+        """The round of request `uid` that starts with `generated` tokens meets NaN logits."""
+        self._nonfinite.add((uid, generated))
+
+    # The device.
+
+    def _apply_init(self, init: SlotInit) -> None:
+        slot = self._slots[init.slot]
+        _require(slot.init is None or init.epoch > slot.init.epoch, "an epoch was used twice")
+        _require(init.budget >= 1 and init.temperature > 0, f"slot {init.slot}: bad init {init}")
+        _require(not self._is_queued(init.slot), f"slot {init.slot} reused under a queued round")
+        self._slots[init.slot] = _Slot(init=init)
+        self.rows_by_request[init.uid] = []
+
+    def _apply_grant(self, grant: PageGrant) -> None:
+        slot = self._slots[grant.slot]
+        _require(slot.init is not None, f"slot {grant.slot}: pages granted before its init")
+        assert slot.init is not None
+        for place, page in enumerate(grant.page_ids, start=grant.first_index):
+            _require(0 < page < self.manifest.num_pages, f"page {page} is no page of the pool")
+            _require(place not in slot.pages, f"slot {grant.slot}: entry {place} granted twice")
+            _require(page not in slot.pages.values(), f"page {page} granted twice to one slot")
+            owner = self._owner.get(page)
+            reused_early = owner is not None and self._is_queued(owner[0])
+            _require(not reused_early, f"page {page} reused under a queued round")
+            slot.pages[place] = page
+            self._owner[page] = (grant.slot, slot.init.epoch)
+
+    def _prefill(self, plan: RoundPlan, lane: PrefillLane, context_pages: int) -> LaneRecord:
+        slot = self._slots[lane.slot]
+        if slot.init is None or slot.init.epoch != lane.epoch:
+            return self._dead(plan, lane.slot)
+        _require(0 < len(lane.tokens) <= plan.shape.token_capacity, "prefill chunk too long")
+        _require(lane.start == slot.consumed, f"chunk starts at {lane.start}, not {slot.consumed}")
+        self._touch(lane.slot, lane.start + len(lane.tokens), context_pages)
+        slot.prompt.extend(lane.tokens)
+        slot.consumed += len(lane.tokens)
+        tokens: tuple[int, ...] = ()
+        flags = Flag.PREFILL
+        if lane.final:
+            tokens = self._commit(slot, 1)
+            flags |= Flag.FIRST_TOKEN
+        return self._record(plan, slot, tokens, 0, 0, flags)
+
+    def _round(self, plan: RoundPlan, lane: LanePlan) -> LaneRecord:
+        slot = self._slots[lane.slot]
+        if slot.init is None or slot.init.epoch != lane.epoch or slot.finished:
+            return self._dead(plan, lane.slot)
+        _require(slot.generated > 0, f"slot {lane.slot}: a round before the prompt's end")
+        _require(0 <= lane.ceiling <= plan.shape.draft_tokens, f"ceiling {lane.ceiling}")
+        offered = lane.ceiling
+        self._touch(lane.slot, slot.consumed + offered + 1, plan.context_pages)
+        if (slot.init.uid, slot.generated) in self._nonfinite:
+            slot.finished = True
+            return self._record(plan, slot, (), offered, 0, Flag.NONE, Status.NONFINITE)
+        prompt = tuple(slot.prompt)
+        accepted = 0
+        while accepted < offered and self.accepts(prompt, slot.generated, accepted + 1):
+            accepted += 1
+        generated = slot.generated
+        tokens = self._commit(slot, accepted + 1)
+        slot.consumed += slot.generated - generated
+        return self._record(plan, slot, tokens, offered, accepted, Flag.NONE)
+
+    def _commit(self, slot: _Slot, count: int) -> tuple[int, ...]:
+        """Emit up to `count` tokens, clipped at EOS and budget."""
+        assert slot.init is not None
+        tokens: list[int] = []
+        while len(tokens) < count and not slot.finished:
+            token = self.script(tuple(slot.prompt), slot.generated)
+            tokens.append(token)
+            slot.generated += 1
+            slot.pending = token
+            slot.finished = token in slot.init.eos_ids or slot.generated >= slot.init.budget
+        self.rows_by_request[slot.init.uid] += tokens
+        return tuple(tokens)
+
+    def _touch(self, index: int, end: int, context_pages: int) -> None:
+        """Positions below `end` are read or written by this slot."""
+        slot = self._slots[index]
+        assert slot.init is not None
+        pages = -(-end // PAGE_TOKENS)
+        _require(pages <= context_pages, f"slot {index}: {pages} pages, bound {context_pages}")
+        for place in range(pages):
+            page = slot.pages.get(place)
+            _require(page is not None, f"slot {index}: entry {place} touched before its grant")
+            owner = self._owner.get(page) if page is not None else None
+            _require(owner == (index, slot.init.epoch), f"page {page} belongs to {owner}")
+
+    def _record(
+        self,
+        plan: RoundPlan,
+        slot: _Slot,
+        tokens: tuple[int, ...],
+        offered: int,
+        accepted: int,
+        flags: int,
+        status: Status = Status.IDLE,
+    ) -> LaneRecord:
+        assert slot.init is not None
+        status |= Status.ACTIVE
+        if slot.finished and tokens:
+            at_end = slot.pending in slot.init.eos_ids
+            status |= Status.EOS if at_end else Status.LENGTH
+        return LaneRecord(
+            uid=slot.init.uid,
+            epoch=slot.init.epoch,
+            round_id=plan.round_id,
+            status=int(status),
+            consumed=slot.consumed,
+            generated=slot.generated,
+            budget_left=slot.init.budget - slot.generated,
+            drafted=plan.shape.draft_tokens,
+            offered=offered,
+            accepted=accepted,
+            emitted=len(tokens),
+            copy_bits=0,
+            draft_position=max(slot.consumed - 1, 0),
+            width=plan.shape.verify_width,
+            flags=int(flags),
+            checksum=0,
+            tokens=tokens,
+        )
+
+    def _dead(self, plan: RoundPlan, index: int) -> LaneRecord:
+        self.dead_lanes += 1
+        init = self._slots[index].init
+        values = [0] * 16
+        values[0:4] = [init.uid if init else 0, init.epoch if init else 0, plan.round_id, 0]
+        return msgspec.convert((*values, ()), LaneRecord)
+
+    # Bookkeeping.
+
+    def _check_plan(self, plan: RoundPlan) -> None:
+        previous = self.plans[-1].round_id if self.plans else -1
+        _require(plan.round_id == previous + 1 or not self.plans, f"round {plan.round_id}")
+        _require(len(self._queued) < self.queue_depth, "too many rounds queued")
+        _require(plan.shape in self.manifest.shapes, f"{plan.shape} was not prepared")
+        lanes: Sequence[LanePlan | PrefillLane] = plan.lanes or plan.prefill
+        _require(bool(lanes), "a plan without lanes")
+        _require(not (plan.lanes and plan.prefill), "a plan that mixes rounds and prefill")
+        is_prefill = plan.shape.kind is GraphKind.PREFILL
+        _require(is_prefill == bool(plan.prefill), f"lanes do not fit {plan.shape.kind}")
+        _require(len(lanes) <= plan.shape.batch_capacity, "more lanes than the program has")
+        _require(len({lane.slot for lane in lanes}) == len(lanes), "a slot in two lanes")
+        size = len(msgspec.msgpack.encode(plan))
+        _require(size <= MAX_PLAN_BYTES, f"plan of {size} bytes")
+
+    def _is_queued(self, slot: int) -> bool:
+        return any(
+            lane.slot == slot
+            for plan, _, _ in self._queued
+            for lane in (*plan.lanes, *plan.prefill)
+        )
+
+    def _take(self) -> RoundResult:
+        plan, result, _ = self._queued.popleft()
+        if plan.round_id in self._fail_at:
+            rank, cause = self._fail_at[plan.round_id]
+            self._failure = _rank_failure(rank, plan.round_id, cause)
+            self._raise_failure()
+        return result
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _now(self) -> int:
+        return self.clock() if self.clock is not None else time.monotonic_ns()
+
+
+def _require(condition: bool, problem: str) -> None:
+    if not condition:
+        raise PlanBreach(problem)
+
+
+def _rank_failure(rank: int, round_id: int, cause: str) -> RankFailure:
+    message = f"rank {rank} failed in round {round_id}: {cause}"
+    return RankFailure(message, rank=rank, round_id=round_id)
+
+
+class CollectingOutput:
+    """An `OutputPort` that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, tuple[StreamItem, ...]]] = []
+
+    def send(self, reply_to: str, items: tuple[StreamItem, ...]) -> None:
+        self.batches.append((reply_to, items))
+
+    def items(self, request_id: str) -> list[StreamItem]:
+        """Items of one request, in order."""
+        return [
+            item
+            for _, items in self.batches
+            for item in items
+            if getattr(item, "request_id", None) == request_id
+        ]
+
+
+def make_manifest(
+    *,
+    slots: int = 4,
+    draft_tokens: int = 5,
+    context_tokens: int = 1024,
+    num_pages: int = 0,
+    prefill_tokens: int = 64,
+    eos_ids: tuple[int, ...] = (),
+) -> PreparedManifest:
+    """A prepared engine of both families with small numbers; num_pages 0 = room for every slot."""
+    widths = range(1, draft_tokens + 2)
+    prefill = prefill_shapes(slots, prefill_tokens, speculation=True)
+    prefill += prefill_shapes(slots, prefill_tokens, speculation=False)
+    rounds = speculative_shapes(slots, widths, 128) + decode_shapes(slots)
+    return PreparedManifest(
+        recipe="scripted",
+        checkpoint_name="scripted",
+        world_size=1,
+        device="cpu",
+        dtype="float32",
+        vocab_size=256,
+        context_tokens=context_tokens,
+        page_tokens=PAGE_TOKENS,
+        num_pages=num_pages or slots * -(-context_tokens // PAGE_TOKENS) + 1,
+        slots=slots,
+        prefill_tokens=prefill_tokens,
+        draft_tokens=draft_tokens,
+        speculation=True,
+        copy_inputs=False,
+        eos_ids=eos_ids,
+        sampling_defaults=SamplingDefaults(),
+        shapes=prefill + rounds,
+        budget=ByteBudget(
+            weights_bytes=0, page_bytes=0, state_bytes=0, graph_pool_bytes=0, scratch_bytes=0
+        ),
+    )
