@@ -1,0 +1,138 @@
+"""Answers of all ranks to one round become one result, or the failure that stops the engine.
+
+Owns the order of unanswered rounds and the comparison of checksums (contract: S6, T6); used by both
+channels, so that threads and processes have one semantics.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from flare_ray.actors.wire import MAX_QUEUED_ROUNDS
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import RoundReply, unpack_rows
+from flare_ray.controller.ports import RoundResult
+from flare_ray.errors import ContractViolation, RankFailure
+
+
+@dataclass(slots=True)
+class _OpenRound:
+    """One unanswered round and the replies so far, by rank."""
+
+    round_id: int
+    num_lanes: int
+    replies: dict[int, RoundReply] = field(default_factory=dict)
+
+
+class RoundMerger:
+    """Queue of unanswered rounds of one engine. Used by the controller's thread only.
+
+    Attributes:
+        last_round: id of the last round submitted; -1 before the first.
+        completed: rounds answered by all ranks; read by other threads as a sign of progress.
+        waiting_since_s: monotonic time from which the oldest unanswered round has had all ranks to
+            itself: its submission, or the answer of the round before it.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.last_round = -1
+        self.completed = 0
+        self.waiting_since_s = 0.0
+        self._open: deque[_OpenRound] = deque()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def submitted(self, plan: RoundPlan) -> None:
+        """Note that `plan` is on its way to all ranks.
+
+        Raises:
+            ContractViolation: too many rounds are unanswered, or the id does not rise.
+        """
+        if len(self._open) >= MAX_QUEUED_ROUNDS:
+            raise ContractViolation(
+                f"round {plan.round_id} would be number {len(self._open) + 1} in the queue, at "
+                f"most {MAX_QUEUED_ROUNDS}: receive before submitting"
+            )
+        if plan.round_id <= self.last_round:
+            raise ContractViolation(
+                f"round id {plan.round_id} follows {self.last_round}; ids must rise"
+            )
+        if not self._open:
+            self.waiting_since_s = time.monotonic()
+        self.last_round = plan.round_id
+        self._open.append(_OpenRound(plan.round_id, len(plan.lanes) or len(plan.prefill)))
+
+    def add(self, rank: int, reply: RoundReply) -> None:
+        """File one rank's reply under the oldest round it has not answered.
+
+        Raises:
+            RankFailure: it carries an error (its first line; the rest becomes a note), or answers
+                for another rank or round than it owes.
+        """
+        if reply.error:
+            cause, _, details = reply.error.partition("\n")
+            failure = RankFailure(
+                f"rank {rank} failed in round {reply.round_id}: {cause}",
+                rank=rank,
+                round_id=reply.round_id,
+            )
+            if details:
+                failure.add_note(details)
+            raise failure
+        owed = next((entry for entry in self._open if rank not in entry.replies), None)
+        if owed is None or reply.round_id != owed.round_id or reply.rank != rank:
+            expected = "nothing" if owed is None else f"round {owed.round_id}"
+            raise RankFailure(
+                f"rank {rank} answered as rank {reply.rank} for round {reply.round_id}, expected "
+                f"{expected}: plans and replies have lost step",
+                rank=rank,
+                round_id=reply.round_id,
+            )
+        owed.replies[rank] = reply
+
+    @property
+    def oldest_round(self) -> int:
+        """Id of the oldest unanswered round; the last one submitted when all are answered."""
+        return self._open[0].round_id if self._open else self.last_round
+
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that have not answered the oldest unanswered round."""
+        if not self._open:
+            return ()
+        answered = self._open[0].replies
+        return tuple(rank for rank in range(self.world_size) if rank not in answered)
+
+    def pop(self) -> RoundResult | None:
+        """The oldest round if all ranks have answered it.
+
+        Raises:
+            RankFailure: checksums differ, or rank 0's rows do not cover the plan's lanes.
+        """
+        if not self._open or len(self._open[0].replies) < self.world_size:
+            return None
+        entry = self._open.popleft()
+        self.waiting_since_s = time.monotonic()
+        first = entry.replies[0]
+        for rank in range(1, self.world_size):
+            if entry.replies[rank].checksum != first.checksum:
+                raise RankFailure(
+                    f"ranks disagree in round {entry.round_id}: rank 0 reports checksum "
+                    f"{first.checksum}, rank {rank} reports {entry.replies[rank].checksum}; their "
+                    "tokens or random offsets differ (contract: S6)",
+                    rank=-1,
+                    round_id=entry.round_id,
+                )
+        lanes = unpack_rows(first.rows)
+        if len(lanes) != entry.num_lanes:
+            raise RankFailure(
+                f"rank 0 returned {len(lanes)} records for the {entry.num_lanes} lanes of round "
+                f"{entry.round_id}",
+                rank=0,
+                round_id=entry.round_id,
+            )
+        self.completed += 1
+        return RoundResult(round_id=entry.round_id, lanes=lanes, elapsed_ns=first.elapsed_ns)

@@ -1,0 +1,140 @@
+"""Channel (c), rank's side: read a plan, execute it, answer; and leave when nobody listens.
+
+`serve_rank` is the loop, `HangUpWatch` ends the process while a program is running, `LastWords`
+keeps what a dying process has to say where its engine can read it. None of them knows Ray.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import select
+import socket
+import threading
+import traceback
+from typing import TYPE_CHECKING, Protocol
+
+from flare_ray.actors.masks import MaskReader
+from flare_ray.actors.wire import (
+    MAX_MESSAGE_BYTES,
+    decode_plan,
+    encode_reply,
+    error_reply,
+)
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import RoundReply
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+EXIT_HUNG_UP = 70
+"""Exit status of a rank whose engine has closed the socket or died."""
+EXIT_FAILED = 71
+"""Exit status of a rank that answered an error: its state is no longer known."""
+
+
+class RankExecutor(Protocol):
+    """What `device.prepare.prepare_rank` returns; fakes implement the same two names."""
+
+    @property
+    def manifest(self) -> PreparedManifest:
+        """What was prepared."""
+
+    def execute(self, plan: RoundPlan, masks: NDArray[np.int32] | None = None) -> RoundReply:
+        """Run one plan.
+
+        Args:
+            masks: [mask_rows, words] int32 when the plan names a mask block.
+        """
+
+
+class LastWords:
+    """Memory file that outlives this process in its engine's hands.
+
+    Fatal signals (segmentation fault, abort) write their traceback here by `faulthandler`; a
+    failure during preparation or a round is written by `say`. SIGKILL leaves nothing.
+    """
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("flare-last-words", os.MFD_CLOEXEC)
+        self._file = os.fdopen(self.fd, "ab", buffering=0)
+
+    def catch_fatal_signals(self) -> None:
+        """Send the tracebacks of fatal signals of this process here."""
+        faulthandler.enable(self._file)
+
+    def say(self, text: str) -> None:
+        """Append `text`."""
+        self._file.write(text.encode("utf-8", "replace") + b"\n")
+
+
+class HangUpWatch:
+    """Ends the process as soon as the engine's end of the socket closes, whatever it is doing.
+
+    A program that waits in a collective for a dead peer never returns to the loop; without this
+    thread it would keep its device memory until the collective's own timeout (contract: A4).
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._fd = os.dup(sock.fileno())
+        thread = threading.Thread(target=self._run, name="flare-hang-up", daemon=True)
+        thread.start()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        poll.poll()
+        # No clean-up: exit handlers may wait for the very peer that is gone.
+        os._exit(EXIT_HUNG_UP)
+
+
+def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> None:
+    """Answer plans until the engine closes the socket or one fails.
+
+    A failure is answered with its text and ends the loop: after it this rank's state is unknown,
+    and the engine stops all ranks.
+
+    Args:
+        sock: blocking SEQPACKET socket.
+
+    Raises:
+        Exception: whatever `executor.execute` raised, after it has been answered.
+    """
+    masks = MaskReader(executor.manifest.vocab_size)
+    buffer = bytearray(MAX_MESSAGE_BYTES + 1)
+    view = memoryview(buffer)
+    round_id = -1
+    try:
+        while size := sock.recv_into(buffer):
+            # The sender bounds its messages, so a cut one does not decode and is answered as such.
+            plan = decode_plan(view[:size])
+            round_id = plan.round_id
+            reply = executor.execute(plan, masks.read(plan))
+            sock.sendall(encode_reply(reply))
+    except ConnectionError:
+        logger.info("rank %d: the engine is gone after round %d", rank, round_id)
+    except Exception as error:
+        logger.exception("rank %d failed in round %d", rank, round_id)
+        _answer(sock, error_reply(rank, round_id, failure_text(error)))
+        raise
+
+
+def failure_text(error: BaseException) -> str:
+    """One line that names the error, then its traceback."""
+    return (
+        f"{type(error).__name__}: {error}".replace("\n", " | ")
+        + "\n"
+        + "".join(traceback.format_exception(error))
+    )
+
+
+def _answer(sock: socket.socket, reply: RoundReply) -> None:
+    try:
+        sock.sendall(encode_reply(reply))
+    except ConnectionError:
+        logger.warning("rank %d could not report its failure: the engine is gone", reply.rank)

@@ -1,0 +1,143 @@
+"""Encoding of channel (c): one msgpack message per plan and per reply, bounded in size.
+
+Owns the size law and the greeting of a rank; knows nothing of sockets' lifetimes (`channel.py`) or
+of what a plan means. Never pickle: a message is data, not code (design/ray-serve.md section 7).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.shapes import GraphKind
+from flare_ray.errors import ConfigError, ContractViolation
+
+MAX_MESSAGE_BYTES = 64 * 1024
+"""Largest plan or reply (design/architecture.md section 1). Larger data, such as grammar masks,
+travels in a shared-memory block that the plan names."""
+
+SEND_BUFFER_BYTES = 8 * MAX_MESSAGE_BYTES
+"""Kernel buffer asked for at each end. Two queued plans of the largest size must fit beside the
+kernel's bookkeeping, so that `submit` never waits; eight were measured to fit."""
+
+MAX_QUEUED_ROUNDS = 2
+"""Rounds that may be unanswered at once (contract: T6)."""
+
+ERROR_TEXT_BYTES = 8 * 1024
+"""Longest failure text of a rank; the end is kept, where a traceback names the cause."""
+
+_TOKEN_BYTES = 5  # msgpack of a token id above 65,535
+_LANE_BYTES = 512  # slot, epoch, sampling parameters, end-of-sequence ids of one lane, rounded up
+
+
+class RankHello(msgspec.Struct, frozen=True, array_like=True):
+    """First message of a rank on its socket; a descriptor for its last words travels with it.
+
+    Attributes:
+        world_size: ranks the sender believes in; must equal the channel's.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_plan = msgspec.msgpack.Decoder(RoundPlan).decode
+_decode_reply = msgspec.msgpack.Decoder(RoundReply).decode
+_decode_hello = msgspec.msgpack.Decoder(RankHello).decode
+
+
+def encode_plan(plan: RoundPlan) -> bytes:
+    """Bytes of one plan.
+
+    Raises:
+        ContractViolation: the plan is larger than MAX_MESSAGE_BYTES.
+    """
+    message = _encode(plan)
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ContractViolation(
+            f"the plan of round {plan.round_id} is {len(message)} bytes, at most "
+            f"{MAX_MESSAGE_BYTES}: {len(plan.prefill)} prefill lanes, {len(plan.grants)} page "
+            "grants; lower prefill_tokens or grant pages in smaller steps"
+        )
+    return message
+
+
+def encode_reply(reply: RoundReply) -> bytes:
+    """Bytes of one reply; an oversized one becomes an error reply, since the rank cannot raise."""
+    message = _encode(reply)
+    if len(message) <= MAX_MESSAGE_BYTES:
+        return message
+    return _encode(
+        error_reply(
+            reply.rank,
+            reply.round_id,
+            f"the reply is {len(message)} bytes, at most {MAX_MESSAGE_BYTES}: lower concurrency",
+        )
+    )
+
+
+def encode_hello(hello: RankHello) -> bytes:
+    """Bytes of a rank's greeting."""
+    return _encode(hello)
+
+
+def decode_plan(message: bytes | memoryview) -> RoundPlan:
+    """The plan in `message`.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are no plan.
+    """
+    return _decode_plan(message)
+
+
+def decode_reply(message: bytes | memoryview) -> RoundReply:
+    """The reply in `message`.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are no reply.
+    """
+    return _decode_reply(message)
+
+
+def decode_hello(message: bytes) -> RankHello:
+    """The greeting in `message`.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are no greeting.
+    """
+    return _decode_hello(message)
+
+
+def error_reply(rank: int, round_id: int, text: str) -> RoundReply:
+    """A rank's last reply: `text`, shortened from the front to ERROR_TEXT_BYTES."""
+    raw = text.encode("utf-8", errors="replace")
+    if len(raw) > ERROR_TEXT_BYTES:
+        text = "... " + raw[-ERROR_TEXT_BYTES:].decode("utf-8", errors="replace")
+    return RoundReply(
+        rank=rank, round_id=round_id, checksum=0, elapsed_ns=0, error=text or "unknown error"
+    )
+
+
+def check_message_bounds(manifest: PreparedManifest) -> None:
+    """Refuse at start-up a preparation whose largest prefill plan could exceed one message.
+
+    Raises:
+        ConfigError: naming the shape and the largest chunk that fits.
+    """
+    for shape in manifest.shapes:
+        if shape.kind not in (GraphKind.PREFILL, GraphKind.SCORED_PREFILL):
+            continue
+        lanes = shape.batch_capacity
+        page_bytes = _TOKEN_BYTES * (shape.token_capacity // manifest.page_tokens + 2)
+        needed = lanes * (shape.token_capacity * _TOKEN_BYTES + page_bytes + _LANE_BYTES)
+        if needed > MAX_MESSAGE_BYTES:
+            fits = (MAX_MESSAGE_BYTES // lanes - _LANE_BYTES) // (_TOKEN_BYTES + 1)
+            raise ConfigError(
+                f"prefill_tokens: a prefill of {lanes} lanes x {shape.token_capacity} tokens may "
+                f"need {needed} bytes in one plan, at most {MAX_MESSAGE_BYTES}; lower "
+                f"prefill_tokens to {max(fits, 1)}"
+            )
