@@ -226,6 +226,8 @@ class ChatFormat:
         tool_open / tool_close: tags around one tool call; "" = no tool calls.
         tool_style: "arg_pairs" = name, then key and value tags; "json" = one JSON object.
         arg_key_open .. arg_value_close: tags of "arg_pairs".
+        reasoning_efforts: values of `reasoning_effort` that the template tells apart; others are
+            refused. () = no such setting.
     """
 
     reasoning_open: str = ""
@@ -238,6 +240,7 @@ class ChatFormat:
     arg_key_close: str = ""
     arg_value_open: str = ""
     arg_value_close: str = ""
+    reasoning_efforts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
