@@ -52,27 +52,30 @@ class _Peer:
 
 
 class StreamSender:
-    """`OutputPort` over ZeroMQ; used by the controller's thread only, except the constructor.
+    """`OutputPort` over ZeroMQ; used by one thread at a time: the controller's, then whoever closes.
 
     Args:
         engine_id: identity of this engine replica.
         secret: start-up secret that every batch carries.
-        on_lost: called with the address of an ingress that cannot be reached or is too far behind,
-            after its socket has been dropped; expected to cancel its requests.
         high_water_batches: batches that may wait for one ingress.
+
+    Attributes:
+        on_lost: called by `send` with the address of an ingress that cannot be reached or is too
+            far behind, after its socket has been dropped; the engine cancels its requests.
     """
+
+    on_lost: Callable[[str], None]
 
     def __init__(
         self,
         engine_id: str,
         secret: bytes,
         *,
-        on_lost: Callable[[str], None],
         high_water_batches: int = HIGH_WATER_BATCHES,
     ) -> None:
         self._engine_id = engine_id
         self._secret = secret
-        self._on_lost = on_lost
+        self.on_lost = lambda reply_to: None
         self._high_water_batches = high_water_batches
         self._context = zmq.Context()
         self._peers: dict[str, _Peer] = {}
@@ -102,7 +105,7 @@ class StreamSender:
         """Close all sockets, giving queued batches `linger_s` to leave; idempotent."""
         for address in list(self._peers):
             self._drop(address, linger_ms=int(linger_s * 1000))
-        self._context.term()
+        self._context.term()  # waits for the lingering ones
 
     def _connect(self, reply_to: str) -> _Peer:
         now = time.monotonic()
@@ -128,7 +131,7 @@ class StreamSender:
     def _lose(self, reply_to: str, why: str) -> None:
         logger.warning("ingress %s is lost: %s; its requests are cancelled", reply_to, why)
         self._drop(reply_to, linger_ms=0)
-        self._on_lost(reply_to)
+        self.on_lost(reply_to)
 
     def _drop(self, reply_to: str, *, linger_ms: int) -> None:
         peer = self._peers.pop(reply_to)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from flare_ray.contracts.manifest import PreparedManifest
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import PageGrant, PrefillLane, RoundPlan, SlotInit
 from flare_ray.contracts.record import RoundReply
-from flare_ray.contracts.shapes import GraphKind
+from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.errors import ConfigError, ContractViolation
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -27,9 +27,6 @@ MAX_QUEUED_ROUNDS = 2
 
 ERROR_TEXT_BYTES = 8 * 1024
 """Longest failure text of a rank; the end is kept, where a traceback names the cause."""
-
-_TOKEN_BYTES = 5  # msgpack of a token id above 65,535
-_LANE_BYTES = 512  # slot, epoch, sampling parameters, end-of-sequence ids of one lane, rounded up
 
 
 class RankHello(msgspec.Struct, frozen=True, array_like=True):
@@ -123,21 +120,55 @@ def error_reply(rank: int, round_id: int, text: str) -> RoundReply:
 
 
 def check_message_bounds(manifest: PreparedManifest) -> None:
-    """Refuse at start-up a preparation whose largest prefill plan could exceed one message.
+    """Refuse at start-up a preparation whose largest prefill plan would not fit one message.
 
     Raises:
-        ConfigError: naming the shape and the largest chunk that fits.
+        ConfigError: naming the shape and its plan's size.
     """
     for shape in manifest.shapes:
         if shape.kind not in (GraphKind.PREFILL, GraphKind.SCORED_PREFILL):
             continue
-        lanes = shape.batch_capacity
-        page_bytes = _TOKEN_BYTES * (shape.token_capacity // manifest.page_tokens + 2)
-        needed = lanes * (shape.token_capacity * _TOKEN_BYTES + page_bytes + _LANE_BYTES)
-        if needed > MAX_MESSAGE_BYTES:
-            fits = (MAX_MESSAGE_BYTES // lanes - _LANE_BYTES) // (_TOKEN_BYTES + 1)
+        size = len(_encode(_largest_prefill(manifest, shape)))
+        if size > MAX_MESSAGE_BYTES:
             raise ConfigError(
-                f"prefill_tokens: a prefill of {lanes} lanes x {shape.token_capacity} tokens may "
-                f"need {needed} bytes in one plan, at most {MAX_MESSAGE_BYTES}; lower "
-                f"prefill_tokens to {max(fits, 1)}"
+                f"a prefill of {shape.batch_capacity} lanes x {shape.token_capacity} tokens may "
+                f"need a plan of {size} bytes, at most {MAX_MESSAGE_BYTES}; lower prefill_tokens "
+                f"({manifest.prefill_tokens}) or concurrency ({manifest.slots})"
             )
+
+
+def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan:
+    """Every lane starts a request, fills its chunk and is granted the chunk's pages."""
+    token, page, large = manifest.vocab_size - 1, manifest.num_pages - 1, 2**62
+    lanes = range(shape.batch_capacity)
+    pages = shape.token_capacity // manifest.page_tokens + 2
+    return RoundPlan(
+        round_id=large,
+        shape=shape,
+        inits=tuple(
+            SlotInit(
+                slot=lane,
+                epoch=large,
+                uid=large,
+                seed=large,
+                budget=manifest.context_tokens,
+                temperature=1.5,
+                top_k=token,
+                top_p=0.5,
+                min_p=0.5,
+                eos_ids=(token,) * len(manifest.eos_ids),
+            )
+            for lane in lanes
+        ),
+        grants=tuple(PageGrant(lane, page, (page,) * pages) for lane in lanes),
+        prefill=tuple(
+            PrefillLane(
+                slot=lane,
+                epoch=large,
+                start=manifest.context_tokens,
+                tokens=(token,) * shape.token_capacity,
+                final=True,
+            )
+            for lane in lanes
+        ),
+    )
