@@ -51,7 +51,20 @@ CONFIGS = {
         "ignore": ["lm_head", "re:.*self_attn.*"],
     },
 }
-CONFIGS["mixed"] = {**CONFIGS["compressed"], "format": "mixed-precision"}
+FP8_GROUP = {
+    "targets": ["re:.*layers.1.mlp.*"],
+    "weights": {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
+        "block_structure": list(BLOCK),
+    },
+}
+CONFIGS["mixed"] = {
+    **CONFIGS["compressed"],
+    "format": "mixed-precision",
+    "config_groups": {**CONFIGS["compressed"]["config_groups"], "group_1": FP8_GROUP},
+}
 
 # Matrices are [32 or 96 rows, multiple of 64 columns], so that 2 and 4 ranks divide them, FP8
 # blocks are cut on the way, and NVFP4 groups never are.
