@@ -1,0 +1,315 @@
+"""From output items to responses: whole bodies, or server-sent frames.
+
+Stages of a stream: 1. the first chunk of a choice carries its role; 2. one chunk per event;
+3. exactly one finish chunk per choice and nothing for it afterwards (known fault H-15); 4. the
+usage chunk if asked for, exactly one (H-05); 5. [DONE]. A failure replaces what is left by one
+error event and [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from flare_ray.contracts.messages import Delta, Failed, Finished
+from flare_ray.frontend.client import RequestStream, StreamEvent
+from flare_ray.frontend.detokenize import IncrementalDetokenizer
+from flare_ray.frontend.openai.errors import ErrorBody, failed_detail
+from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.openai.responses import (
+    DONE_FRAME,
+    ChatChoice,
+    ChatDelta,
+    ChatMessage,
+    ChunkChoice,
+    Envelope,
+    FunctionCall,
+    TextChoice,
+    ToolCallBody,
+    Usage,
+    frame,
+)
+from flare_ray.frontend.openai.responses import encode as encode_body
+from flare_ray.frontend.parsers import ChatEvent, ChatParser, ContentText, ReasoningText
+from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.stream import failure_error
+
+
+class Choice(Protocol):
+    """One choice under construction: text in, chunks or a whole choice out."""
+
+    def add(self, delta: Delta) -> list[ChunkChoice] | list[TextChoice]:
+        """Chunks for newly visible output; may be empty while text is held back."""
+
+    def end(self, finished: Finished) -> list[ChunkChoice] | list[TextChoice]:
+        """Remaining chunks; the last one carries the finish reason."""
+
+    def whole(self, finished: Finished) -> ChatChoice | TextChoice:
+        """The choice in one piece."""
+
+
+class TextChoiceBuilder:
+    """A choice of /v1/completions: plain text, tags of the chat format included."""
+
+    def __init__(self, index: int, detokenizer: IncrementalDetokenizer) -> None:
+        self._index = index
+        self._detokenizer = detokenizer
+        self._pieces: list[str] = []
+
+    def add(self, delta: Delta) -> list[TextChoice]:
+        """See `Choice.add`."""
+        text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
+        self._pieces.append(text)
+        return [TextChoice(index=self._index, text=text)] if text else []
+
+    def end(self, finished: Finished) -> list[TextChoice]:
+        """See `Choice.end`."""
+        text = self._detokenizer.finish()
+        self._pieces.append(text)
+        return [
+            TextChoice(
+                index=self._index,
+                text=text,
+                finish_reason=finished.reason,
+                stop_reason=finished.stop_reason,
+            )
+        ]
+
+    def whole(self, finished: Finished) -> TextChoice:
+        """See `Choice.whole`."""
+        self.end(finished)
+        return TextChoice(
+            index=self._index,
+            text="".join(self._pieces),
+            finish_reason=finished.reason,
+            stop_reason=finished.stop_reason,
+        )
+
+
+class ChatChoiceBuilder:
+    """A choice of /v1/chat/completions: reasoning, content and tool calls told apart."""
+
+    def __init__(
+        self, index: int, detokenizer: IncrementalDetokenizer, parser: ChatParser, call_prefix: str
+    ) -> None:
+        self._index = index
+        self._detokenizer = detokenizer
+        self._parser = parser
+        self._call_prefix = call_prefix
+        self._opened = False
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCallBody] = []
+
+    def add(self, delta: Delta) -> list[ChunkChoice]:
+        """See `Choice.add`."""
+        text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
+        return self._chunks(self._parser.feed(text)) if text else []
+
+    def end(self, finished: Finished) -> list[ChunkChoice]:
+        """See `Choice.end`."""
+        events = self._parser.feed(self._detokenizer.finish())
+        chunks = self._chunks(events) + self._chunks(self._parser.finish())
+        last = ChunkChoice(
+            index=self._index,
+            delta=ChatDelta() if self._opened else self._opening(ChatDelta(content="")),
+            finish_reason=self._finish_reason(finished),
+            stop_reason=msgspec.UNSET if finished.stop_reason is None else finished.stop_reason,
+        )
+        return [*chunks, last]
+
+    def whole(self, finished: Finished) -> ChatChoice:
+        """See `Choice.whole`."""
+        self.end(finished)
+        content = "".join(self._content)
+        calls = [msgspec.structs.replace(call, index=msgspec.UNSET) for call in self._calls]
+        message = ChatMessage(
+            content=content if content or not calls else None,
+            reasoning_content="".join(self._reasoning) or msgspec.UNSET,
+            tool_calls=calls or msgspec.UNSET,
+        )
+        return ChatChoice(
+            index=self._index,
+            message=message,
+            finish_reason=self._finish_reason(finished),
+            stop_reason=finished.stop_reason,
+        )
+
+    def _finish_reason(self, finished: Finished) -> str:
+        calls = self._parser.num_calls > 0 and finished.reason == "stop"
+        return "tool_calls" if calls else finished.reason
+
+    def _chunks(self, events: Sequence[ChatEvent]) -> list[ChunkChoice]:
+        return [
+            ChunkChoice(index=self._index, delta=self._opening(self._delta(event)))
+            for event in events
+        ]
+
+    def _opening(self, delta: ChatDelta) -> ChatDelta:
+        if self._opened:
+            return delta
+        self._opened = True
+        return msgspec.structs.replace(delta, role="assistant")
+
+    def _delta(self, event: ChatEvent) -> ChatDelta:
+        if isinstance(event, ContentText):
+            self._content.append(event.text)
+            return ChatDelta(content=event.text)
+        if isinstance(event, ReasoningText):
+            self._reasoning.append(event.text)
+            return ChatDelta(reasoning_content=event.text)
+        call = ToolCallBody(
+            index=event.index,
+            id=f"{self._call_prefix}_{event.index}",
+            type="function",
+            function=FunctionCall(event.name, event.arguments),
+        )
+        self._calls.append(call)
+        return ChatDelta(tool_calls=[call])
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """Names of one endpoint's bodies."""
+
+    whole_object: str
+    chunk_object: str
+    chat: bool
+
+
+CHAT = AnswerFormat("chat.completion", "chat.completion.chunk", chat=True)
+COMPLETION = AnswerFormat("text_completion", "text_completion", chat=False)
+
+
+class Answer:
+    """The response to one prepared request."""
+
+    def __init__(self, settings: ApiSettings, prepared: Prepared, style: AnswerFormat) -> None:
+        self._settings = settings
+        self._prepared = prepared
+        self._style = style
+        self._created = int(time.time())
+        self._finished: dict[int, Finished] = {}
+        self._choices = [self._choice(i) for i in range(len(prepared.prompt_tokens))]
+
+    async def whole(self, streams: Sequence[RequestStream]) -> bytes:
+        """The JSON body once every choice has ended.
+
+        Raises:
+            FlareError: a choice failed.
+        """
+        async for index, event in self._events(streams):
+            if isinstance(event, Delta):
+                self._choices[index].add(event)
+            elif isinstance(event, Failed):
+                raise failure_error(event)
+            else:
+                self._finished[index] = event
+        choices = [c.whole(self._finished[i]) for i, c in enumerate(self._choices)]
+        return encode_body(self._envelope(self._style.whole_object, choices, usage=self._usage()))
+
+    async def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """Server-sent frames; those that are ready together come out as one piece."""
+        usage = None if self._prepared.include_usage else msgspec.UNSET
+        async for index, event in self._events(streams):
+            if isinstance(event, Failed):
+                yield _event(ErrorBody(failed_detail(event))) + DONE_FRAME
+                return
+            if isinstance(event, Delta):
+                chunks = self._choices[index].add(event)
+            else:
+                self._finished[index] = event
+                chunks = self._choices[index].end(event)
+            if chunks:
+                yield b"".join(
+                    frame(self._envelope(self._style.chunk_object, [chunk], usage=usage))
+                    for chunk in chunks
+                )
+        last = DONE_FRAME
+        if self._prepared.include_usage:
+            envelope = self._envelope(self._style.chunk_object, [], usage=self._usage())
+            last = frame(envelope) + last
+        yield last
+
+    async def _events(
+        self, streams: Sequence[RequestStream]
+    ) -> AsyncIterator[tuple[int, StreamEvent]]:
+        if not streams:  # max_tokens 0
+            for index, count in enumerate(self._prepared.prompt_tokens):
+                yield index, Finished(self._prepared.response_id, "length", count, 0)
+        elif len(streams) == 1:
+            async for event in streams[0]:
+                yield 0, event
+        else:
+            async for pair in merged(streams):
+                yield pair
+
+    def _choice(self, index: int) -> Choice:
+        detokenizer = IncrementalDetokenizer(self._settings.codec.token_bytes)
+        if not self._style.chat:
+            return TextChoiceBuilder(index, detokenizer)
+        parser = ChatParser(
+            self._settings.chat,
+            tools=self._prepared.tools,
+            inside_reasoning=self._prepared.inside_reasoning,
+        )
+        prefix = f"call_{self._prepared.response_id.removeprefix('chatcmpl-')}"
+        return ChatChoiceBuilder(index, detokenizer, parser, prefix)
+
+    def _usage(self) -> Usage:
+        prompt = sum(self._prepared.prompt_tokens)
+        completion = sum(f.completion_tokens for f in self._finished.values())
+        return Usage(prompt, completion, prompt + completion)
+
+    def _envelope(
+        self,
+        kind: str,
+        choices: Sequence[ChunkChoice | ChatChoice | TextChoice],
+        *,
+        usage: Usage | msgspec.UnsetType | None,
+    ) -> Envelope:
+        return Envelope(
+            id=self._prepared.response_id,
+            object=kind,
+            created=self._created,
+            model=self._settings.model_name,
+            choices=list(choices),
+            usage=usage,
+        )
+
+
+async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """Events of several streams with their index, as they come; ends when all have ended."""
+    queue: asyncio.Queue[tuple[int, StreamEvent | BaseException | None]] = asyncio.Queue()
+
+    async def pump(index: int, stream: RequestStream) -> None:
+        try:
+            async for event in stream:
+                queue.put_nowait((index, event))
+            queue.put_nowait((index, None))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
+    running = len(tasks)
+    try:
+        while running:
+            index, event = await queue.get()
+            if event is None:
+                running -= 1
+            elif isinstance(event, BaseException):
+                raise event
+            else:
+                yield index, event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _event(value: msgspec.Struct) -> bytes:
+    return b"data: " + encode_body(value) + b"\n\n"

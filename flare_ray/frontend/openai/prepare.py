@@ -1,0 +1,245 @@
+"""From a checked request body to generations: render, tokenise, bound, resolve.
+
+Nothing here touches an engine; whatever is wrong with a request is raised before one hears of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flare_ray.contracts.request import GenerationRequest
+from flare_ray.controller.sampling import resolve
+from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.client import EngineInfo
+from flare_ray.frontend.openai.messages import calls_enabled, normalise_messages, normalise_tools
+from flare_ray.frontend.openai.requests import ChatBody, CompletionBody, parse_body
+from flare_ray.frontend.settings import ApiSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request ready to be opened.
+
+    Attributes:
+        response_id: id of the response and of every chunk.
+        requests: one generation per choice, in the order of their indices; empty where no token
+            was asked for.
+        prompt_tokens: prompt length per choice.
+        stream: answer with server-sent events.
+        include_usage: end the stream with a usage chunk.
+        tools: parameter schema by function name; None = calls are not parsed.
+        inside_reasoning: the prompt ends inside reasoning.
+        user: the client's own name for its end user, for the log.
+    """
+
+    response_id: str
+    requests: tuple[GenerationRequest, ...]
+    prompt_tokens: tuple[int, ...]
+    stream: bool
+    include_usage: bool
+    tools: Mapping[str, Mapping[str, Any]] | None = None
+    inside_reasoning: bool = False
+    user: str | None = None
+
+
+async def prepare_chat(
+    settings: ApiSettings, info: EngineInfo, body: Mapping[str, Any], *, unique_id: str
+) -> Prepared:
+    """A /v1/chat/completions body.
+
+    Raises:
+        InvalidRequest: anything is wrong with it.
+    """
+    _check_model(settings, body)
+    chat = parse_body(ChatBody, body)
+    messages = normalise_messages(chat.messages)
+    declared = normalise_tools(chat.tools)
+    enabled = calls_enabled(chat.tool_choice, declared, chat.parallel_tool_calls)
+    if enabled and not settings.chat.tool_open:
+        raise InvalidRequest(
+            "tools: this model has no tool calls; leave tools out, or send tool_choice: none",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    options = template_options(settings, chat)
+    tools = declared if enabled else None
+    rendered, tokens = await settings.pool.run(
+        lambda: settings.codec.encode_chat(messages, tools=tools, options=options)
+    )
+    budget = chat.output_budget()
+    budget_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
+    response_id = f"chatcmpl-{unique_id}"
+    request = _generation(chat, info, tokens, _Names(response_id, budget, budget_name, "messages"))
+    opening = settings.chat.reasoning_open
+    return Prepared(
+        response_id=response_id,
+        requests=(request,),
+        prompt_tokens=(len(tokens),),
+        stream=bool(chat.stream),
+        include_usage=chat.wants_usage,
+        tools=_schemas(declared) if enabled else None,
+        inside_reasoning=settings.chat.prompt_opens_reasoning
+        and rendered.rstrip().endswith(opening),
+        user=chat.user,
+    )
+
+
+async def prepare_completion(
+    settings: ApiSettings, info: EngineInfo, body: Mapping[str, Any], *, unique_id: str
+) -> Prepared:
+    """A /v1/completions body. `max_tokens: 0` is answered with no text and no engine work.
+
+    Raises:
+        InvalidRequest: anything is wrong with it.
+    """
+    _check_model(settings, body)
+    completion = parse_body(CompletionBody, body)
+    prompts = completion.prompts()
+    encode = settings.codec.encode_prompt
+    token_lists = await settings.pool.run(
+        lambda: [encode(p) if isinstance(p, str) else p for p in prompts]
+    )
+    response_id = f"cmpl-{unique_id}"
+    requests = []
+    for i, tokens in enumerate(token_lists):
+        path = "prompt" if len(token_lists) == 1 else f"prompt[{i}]"
+        _check_ids(tokens, info, path)
+        request_id = response_id if len(token_lists) == 1 else f"{response_id}-{i}"
+        # A budget of nothing still has every other parameter checked, with a budget of one.
+        budget = 1 if completion.max_tokens == 0 else completion.max_tokens
+        names = _Names(request_id, budget, "max_tokens", path)
+        requests.append(_generation(completion, info, tokens, names))
+    return Prepared(
+        response_id=response_id,
+        requests=() if completion.max_tokens == 0 else tuple(requests),
+        prompt_tokens=tuple(len(tokens) for tokens in token_lists),
+        stream=bool(completion.stream),
+        include_usage=completion.wants_usage,
+        user=completion.user,
+    )
+
+
+def template_options(settings: ApiSettings, chat: ChatBody) -> dict[str, Any]:
+    """Values for the template's own variables, from `reasoning_effort` and `chat_template_kwargs`.
+
+    Raises:
+        InvalidRequest: the checkpoint has no template, the template does not read a variable, or
+            the effort is none it tells apart.
+    """
+    template = settings.codec.template
+    if template is None:
+        raise InvalidRequest(
+            "this model has no chat template; use /v1/completions", code="no_chat_template"
+        )
+    options = dict(chat.chat_template_kwargs or {})
+    for name in sorted(set(options) - template.variables):
+        raise InvalidRequest(
+            f"chat_template_kwargs.{name}: the model's template does not read it; it reads "
+            f"{', '.join(sorted(template.variables)) or 'no variables'}",
+            param=f"chat_template_kwargs.{name}",
+            code="unknown_parameter",
+        )
+    where = "chat_template_kwargs.reasoning_effort"
+    if chat.reasoning_effort is not None:
+        given = options.setdefault("reasoning_effort", chat.reasoning_effort)
+        where = "reasoning_effort"
+        if given != chat.reasoning_effort:
+            raise InvalidRequest(
+                "reasoning_effort and chat_template_kwargs.reasoning_effort differ; send one",
+                param=where,
+            )
+    known = settings.chat.reasoning_efforts
+    if "reasoning_effort" in options and options["reasoning_effort"] not in known:
+        raise InvalidRequest(
+            f"{where}: must be one of {', '.join(known)}, got {options['reasoning_effort']!r}"
+            if known
+            else f"{where}: this model has no such setting; leave it out",
+            param=where,
+            code="unsupported_parameter",
+        )
+    return options
+
+
+def check_served(settings: ApiSettings, model: str) -> None:
+    """Refuse a name this server does not serve.
+
+    Raises:
+        InvalidRequest: status 404, code model_not_found.
+    """
+    if model != settings.model_name:
+        raise InvalidRequest(
+            f"the model {model[:200]!r} does not exist here; this server has "
+            f"{settings.model_name!r}",
+            param="model",
+            code="model_not_found",
+            status=404,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Identity and budget of one generation, and what to call its parts in errors."""
+
+    request_id: str
+    max_tokens: int | None
+    budget: str
+    prompt: str
+
+
+def _check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
+    """The name is looked at before anything else: another model has other parameters."""
+    model = body.get("model")
+    if isinstance(model, str):
+        check_served(settings, model)
+
+
+def _check_ids(tokens: Sequence[int], info: EngineInfo, path: str) -> None:
+    if not tokens:
+        raise InvalidRequest(f"{path}: must not be empty", param=path)
+    wrong = next((t for t in tokens if not 0 <= t < info.vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequest(
+            f"{path}: token ids must lie in 0..{info.vocab_size - 1}, got {wrong}", param=path
+        )
+
+
+def _generation(
+    body: ChatBody | CompletionBody, info: EngineInfo, tokens: Sequence[int], names: _Names
+) -> GenerationRequest:
+    limit = min(info.max_prompt_tokens, info.context_tokens - 1)
+    if len(tokens) > limit:
+        raise InvalidRequest(
+            f"{names.prompt}: the prompt has {len(tokens)} tokens, this model takes at most "
+            f"{limit} (context {info.context_tokens} tokens); shorten the prompt",
+            param=names.prompt,
+            code="context_length_exceeded",
+        )
+    try:
+        resolved = resolve(
+            body.sampling_params(names.max_tokens),
+            info.sampling_defaults,
+            vocab_size=info.vocab_size,
+            prompt_tokens=len(tokens),
+            context_tokens=info.context_tokens,
+        )
+    except InvalidRequest as error:
+        if error.param == "max_tokens" and names.budget != "max_tokens":
+            message = str(error).replace("max_tokens", names.budget, 1)
+            raise InvalidRequest(message, param=names.budget, code=error.code) from error
+        raise
+    return GenerationRequest(
+        request_id=names.request_id,
+        prompt_tokens=tuple(tokens),
+        sampling=resolved.sampling,
+        max_tokens=resolved.max_tokens,
+        stop=resolved.stop,
+        include_stop=resolved.include_stop,
+        stop_token_ids=resolved.stop_token_ids,
+        ignore_eos=resolved.ignore_eos,
+    )
+
+
+def _schemas(declared: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in declared}

@@ -1,0 +1,235 @@
+"""Request bodies as closed, strict models, and their violations with the path of the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from flare_ray.contracts.request import SamplingParams
+from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.openai.parameters import drop_neutral
+
+MAX_LISTED_PROBLEMS = 5
+MAX_PROMPTS = 64
+"""Prompts of one /v1/completions request; each is a generation of its own."""
+
+
+class _Model(BaseModel):
+    """Strict: a JSON string is never taken for a number, nor true for 1."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class StreamOptions(_Model):
+    """Only what is asked for by the value true has an effect (known fault H-05)."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    continuous_usage_stats: Literal[False] | None = None
+
+
+class _GenerationBody(_Model):
+    """Parameters that both endpoints share; null means the same as absence."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, max_length=512)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return [value]
+        if value is not None and not isinstance(value, list):
+            raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
+        return value
+
+    @model_validator(mode="after")
+    def _options_belong_to_streams(self) -> _GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is only allowed together with stream: true", param="stream_options"
+            )
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """The sampling part, as written."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=max_tokens,
+            stop=tuple(self.stop or ()),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatBody(_GenerationBody):
+    """POST /v1/chat/completions. Messages and tools are checked in `messages.py`."""
+
+    messages: list[Any]
+    max_completion_tokens: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def output_budget(self) -> int | None:
+        """`max_completion_tokens`, or its older spelling `max_tokens`.
+
+        Raises:
+            InvalidRequest: both are given and differ.
+        """
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidRequest(
+                f"max_tokens {old} and max_completion_tokens {new} differ; send one of them",
+                param="max_completion_tokens",
+            )
+        return new if new is not None else old
+
+
+class CompletionBody(_GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: Any
+
+    def prompts(self) -> list[str | list[int]]:
+        """One entry per choice: text, or token ids.
+
+        Raises:
+            InvalidRequest: the prompt is empty, or none of the four forms OpenAI defines.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str) or _is_ids(prompt):
+            prompts: list[Any] = [prompt]
+        elif isinstance(prompt, list) and all(isinstance(p, str) or _is_ids(p) for p in prompt):
+            prompts = list(prompt)
+        else:
+            raise InvalidRequest(
+                "prompt: Input should be a string, a list of token ids, or a list of either",
+                param="prompt",
+            )
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt: at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}",
+                param="prompt",
+            )
+        if not prompts or any(not p for p in prompts):
+            raise InvalidRequest("prompt: must not be empty", param="prompt")
+        return prompts
+
+
+def _is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    )
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def decode_json(data: bytes) -> dict[str, Any]:
+    """A request body as an object. Strict JSON: no NaN, no lone surrogate, valid UTF-8.
+
+    Raises:
+        InvalidRequest: it is not.
+    """
+    try:
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidRequest(
+            f"the request body is not valid JSON: {error}", code="invalid_json"
+        ) from error
+    except RecursionError as error:
+        raise InvalidRequest(
+            "the request body is nested too deeply", code="invalid_json"
+        ) from error
+    if not isinstance(body, dict):
+        raise InvalidRequest(
+            f"the request body must be a JSON object, got {type(body).__name__}",
+            code="invalid_json",
+        )
+    return body
+
+
+def parse_body(model: type[Body], body: Mapping[str, Any]) -> Body:
+    """`body` as `model`.
+
+    Raises:
+        InvalidRequest: names each offending field by its path, the first one in `param`.
+    """
+    try:
+        return model.model_validate(drop_neutral(body, model.model_fields))
+    except ValidationError as error:
+        raise validation_failure(error) from error
+
+
+def validation_failure(error: ValidationError, prefix: str = "") -> InvalidRequest:
+    """The pydantic error as one message that lists fields by path."""
+    problems = error.errors(include_url=False, include_context=False)
+    lines = [_problem(prefix, p["loc"], p["msg"], p.get("input")) for p in problems]
+    shown = "; ".join(lines[:MAX_LISTED_PROBLEMS])
+    if len(lines) > MAX_LISTED_PROBLEMS:
+        shown += f"; and {len(lines) - MAX_LISTED_PROBLEMS} more"
+    missing = problems[0]["type"] == "missing"
+    return InvalidRequest(
+        shown,
+        param=field_path(problems[0]["loc"], prefix) or None,
+        code="missing_required_parameter" if missing else "invalid_type",
+    )
+
+
+def field_path(location: Sequence[int | str], prefix: str = "") -> str:
+    """`messages[0].content` for ("messages", 0, "content")."""
+    path = prefix
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path
+
+
+def _problem(prefix: str, location: Sequence[int | str], message: str, value: Any) -> str:
+    path = field_path(location, prefix)
+    if not path:
+        return message
+    got = "" if message.startswith("Field required") else f" (got {_kind(value)})"
+    return f"{path}: {message}{got}"
+
+
+def _kind(value: Any) -> str:
+    names = {str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
+    if value is None:
+        return "null"
+    if type(value) in (int, float):
+        return str(value)
+    return names.get(type(value), type(value).__name__)

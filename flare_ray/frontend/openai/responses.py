@@ -1,0 +1,124 @@
+"""Response bodies and stream chunks as `msgspec` records: encoded in microseconds, one layout."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+_encode = msgspec.json.Encoder().encode
+DONE_FRAME = b"data: [DONE]\n\n"
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts; `completion_tokens` includes a terminal token."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    """Name and JSON arguments of a call."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A call; `index` only inside stream deltas."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: str
+    function: FunctionCall
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a chunk adds."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a chat chunk. `stop_reason` (the stop that matched) only beside the finish."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer. `content` is null where there is none."""
+
+    role: str = "assistant"
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a chat completion."""
+
+    index: int
+    message: ChatMessage
+    logprobs: None = None
+    finish_reason: str
+    stop_reason: str | int | None = None
+
+
+class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of a text completion, whole or as a chunk."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | UnsetType | None = UNSET
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """What every response and every chunk carries.
+
+    Attributes:
+        usage: UNSET = key absent; None = null (chunks of a stream that will end with usage).
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice | ChatChoice | TextChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of /v1/models. `max_model_len` as other servers name the context length."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """/v1/models."""
+
+    object: str = "list"
+    data: list[ModelEntry]
+
+
+def encode(value: msgspec.Struct) -> bytes:
+    """JSON."""
+    return _encode(value)
+
+
+def frame(value: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _encode(value) + b"\n\n"

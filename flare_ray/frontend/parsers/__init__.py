@@ -1,0 +1,11 @@
+"""Streaming parsers of generated chat text, driven by a recipe's `ChatFormat`."""
+
+from flare_ray.frontend.parsers.chat import ChatParser
+from flare_ray.frontend.parsers.events import (
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+)
+
+__all__ = ["ChatEvent", "ChatParser", "ContentText", "ReasoningText", "ToolCall"]

@@ -1,0 +1,147 @@
+"""Splits generated text into reasoning, content and tool calls, whatever pieces it arrives in.
+
+States and what ends them (R = reasoning, C = content, T = inside a tool call):
+
+    start  -- reasoning_open --> R      only as the first thing, and only if the prompt has not
+           -- other text    --> C       already opened reasoning (then the first state is R)
+    R      -- reasoning_close --> C
+    R, C   -- tool_open --> T           a call inside reasoning ends it
+    T      -- the call is complete --> C, one `ToolCall`
+    T      -- it cannot become a call --> C, its text is content, tag included
+
+A call is handed out when it is complete, never in parts: text that turns out not to be a call must
+reach the client as content, and half a call cannot be taken back. Nothing is ever lost: the pieces
+of the three kinds, tags and call syntax apart, add up to the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any
+
+from flare_ray.frontend.parsers.calls import CallScanner, Malformed, ParsedCall, scanner_for
+from flare_ray.frontend.parsers.events import (
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+    append_event,
+)
+from flare_ray.frontend.parsers.text import could_begin, find_first, held_back
+from flare_ray.recipes.declaration import ChatFormat
+
+
+class _State(Enum):
+    START = auto()
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class ChatParser:
+    """Parser of one answer.
+
+    Args:
+        chat: the family's tags.
+        tools: parameter schema (JSON schema, maybe empty) by function name; None = calls are not
+            looked for, their text is content.
+        inside_reasoning: the prompt already opened reasoning.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        *,
+        tools: Mapping[str, Mapping[str, Any]] | None,
+        inside_reasoning: bool,
+    ) -> None:
+        self._chat = chat
+        self._scan_calls = tools is not None and bool(chat.tool_open)
+        self._tools = tools or {}
+        self._buffer = ""
+        self._scanner: CallScanner | None = None
+        self.num_calls = 0
+        if inside_reasoning:
+            self._state = _State.REASONING
+        else:
+            self._state = _State.START if chat.reasoning_open else _State.CONTENT
+
+    def feed(self, text: str) -> list[ChatEvent]:
+        """Events that `text` completes; neighbouring text of one kind is joined."""
+        events: list[ChatEvent] = []
+        self._buffer += text
+        while self._step(events):
+            pass
+        return events
+
+    def finish(self) -> list[ChatEvent]:
+        """Events for what was held back; an unfinished call becomes content."""
+        events: list[ChatEvent] = []
+        text, self._buffer = self._buffer, ""
+        if self._state is _State.CALL:
+            text = self._chat.tool_open + text
+            self._state = _State.CONTENT
+        self._emit(events, text)
+        return events
+
+    def _step(self, events: list[ChatEvent]) -> bool:
+        """Advance by one transition; False when more text is needed."""
+        if self._state is _State.START:
+            return self._leave_start()
+        if self._state is _State.CALL:
+            return self._scan_call(events)
+        at, tag = find_first(self._buffer, self._watched())
+        if at < 0:
+            keep = held_back(self._buffer, self._watched())
+            cut = len(self._buffer) - keep
+            self._emit(events, self._buffer[:cut])
+            self._buffer = self._buffer[cut:]
+            return False
+        self._emit(events, self._buffer[:at])
+        self._buffer = self._buffer[at + len(tag) :]
+        if tag == self._chat.tool_open and self._scan_calls:
+            self._state = _State.CALL
+            self._scanner = scanner_for(self._chat, self._tools)
+        else:
+            self._state = _State.CONTENT
+        return True
+
+    def _leave_start(self) -> bool:
+        """Decide whether the answer opens with reasoning; white space before the tag is layout."""
+        stripped = self._buffer.lstrip()
+        opening = self._chat.reasoning_open
+        if stripped.startswith(opening):
+            self._buffer = stripped[len(opening) :]
+            self._state = _State.REASONING
+            return True
+        if could_begin(stripped, (opening,)):
+            return False
+        self._state = _State.CONTENT
+        return True
+
+    def _scan_call(self, events: list[ChatEvent]) -> bool:
+        assert self._scanner is not None
+        result = self._scanner.scan(self._buffer)
+        if result is None:
+            return False
+        if isinstance(result, ParsedCall):
+            call = ToolCall(self.num_calls, result.name, result.arguments)
+            append_event(events, call)
+            self.num_calls += 1
+        self._state = _State.CONTENT
+        if isinstance(result, Malformed):
+            self._emit(events, self._chat.tool_open + self._buffer[: result.end])
+        self._buffer = self._buffer[result.end :]
+        self._scanner = None
+        return True
+
+    def _watched(self) -> tuple[str, ...]:
+        tags = (self._chat.reasoning_close,) if self._state is _State.REASONING else ()
+        if self._scan_calls:
+            tags = (*tags, self._chat.tool_open)
+        return tuple(tag for tag in tags if tag)
+
+    def _emit(self, events: list[ChatEvent], text: str) -> None:
+        kind = ReasoningText if self._state is _State.REASONING else ContentText
+        append_event(events, kind(text))

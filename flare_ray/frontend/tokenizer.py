@@ -1,0 +1,145 @@
+"""Text to tokens, on threads: the tokeniser and the template never run on the event loop.
+
+Uses the `tokenizers` library on the checkpoint's `tokenizer.json`; the bytes of tokens come from
+the same table that stop matching uses (`controller.grammar.token_bytes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+from flare_ray.controller.grammar.token_bytes import load_token_bytes
+from flare_ray.errors import CheckpointError, InvalidRequest
+from flare_ray.frontend.templates.render import ChatTemplate, load_chat_template, split_marked
+from flare_ray.recipes.declaration import ChatFormat
+
+Result = TypeVar("Result")
+
+TOKENIZER_THREADS = 2
+"""Threads of one HTTP replica; `tokenizers` releases the interpreter lock while it encodes."""
+
+
+class TextCodec:
+    """A checkpoint's tokeniser, chat template and token bytes.
+
+    Attributes:
+        token_bytes: text bytes by token id; b"" for special tokens, except those that are tags of
+            the chat format, which parsers must see.
+        template: None if the checkpoint has none.
+
+    Args:
+        folder: checkpoint.
+        chat: the family's tags.
+    Raises:
+        CheckpointError: the folder has no readable tokenizer.json, or a broken template.
+    """
+
+    def __init__(self, folder: Path, chat: ChatFormat) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(f"{file} does not exist; the checkpoint needs its tokenizer.json")
+        self._file = file
+        self._tokenizer = _load(file)
+        known = load_token_bytes(file)
+        table = list(known.table)
+        for tag in _tags(chat):
+            token = self._tokenizer.token_to_id(tag)
+            if token is not None and token in known.special_ids:
+                table[token] = tag.encode()
+        self.token_bytes: tuple[bytes, ...] = tuple(table)
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = tuple(added[token].content for token in sorted(known.special_ids))
+        self.template: ChatTemplate | None = load_chat_template(folder, special)
+        if self.template is not None:
+            self._try_template(folder)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with whatever the tokeniser itself puts around a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> tuple[str, list[int]]:
+        """Rendered conversation without marks, and its ids; nothing is added to the template.
+
+        Control tokens that a client wrote inside a message are encoded as plain text.
+
+        Raises:
+            InvalidRequest: the template refuses the messages.
+        """
+        assert self.template is not None
+        rendered = self.template.render(messages, tools=tools, options=options)
+        pieces = split_marked(rendered)
+        ids: list[int] = []
+        for text, plain in pieces:
+            tokenizer = self._plain if plain else self._tokenizer
+            ids += tokenizer.encode(text, add_special_tokens=False).ids
+        return "".join(text for text, _ in pieces), ids
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        """The same vocabulary with special tokens read as ordinary text; loaded on first need."""
+        tokenizer = _load(self._file)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    def _try_template(self, folder: Path) -> None:
+        """Render once, so that a template that cannot work fails at start-up and not in a request;
+        it also imports the renderer, which takes about a second."""
+        try:
+            self.encode_chat([{"role": "user", "content": "."}], tools=None, options={})
+        except InvalidRequest as error:
+            raise CheckpointError(
+                f"the chat template of {folder} cannot render one user message: {error}"
+            ) from error
+
+
+class TokenizerPool:
+    """Runs codec calls on a few threads."""
+
+    def __init__(self, threads: int = TOKENIZER_THREADS) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="flare-tokenize")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """`work()` on a thread; its exceptions come back as they are."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def close(self) -> None:
+        """Let running work end and start no other."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _load(file: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception for every malformed file
+        raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
+    # A file may carry the padding and truncation of its training run; neither applies here.
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _tags(chat: ChatFormat) -> tuple[str, ...]:
+    tags = (
+        chat.reasoning_open,
+        chat.reasoning_close,
+        chat.tool_open,
+        chat.tool_close,
+        chat.arg_key_open,
+        chat.arg_key_close,
+        chat.arg_value_open,
+        chat.arg_value_close,
+    )
+    return tuple(tag for tag in tags if tag)
