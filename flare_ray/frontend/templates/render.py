@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flare_ray.errors import CheckpointError, InvalidRequest
 
@@ -185,7 +185,7 @@ def _generation_tag() -> type:
     from jinja2.parser import Parser
 
     class GenerationTag(Extension):
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
         def parse(self, parser: Parser) -> nodes.Node:
             line = next(parser.stream).lineno
