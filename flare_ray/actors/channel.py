@@ -219,22 +219,9 @@ class SocketChannel:
         return chosen
 
     def _fail_if_hung(self) -> None:
-        if not len(self._merger):
-            return
-        waited_s = time.monotonic() - self._merger.waiting_since_s
-        if waited_s < self._rank_timeout_s:
-            return
-        missing = self._merger.missing()
-        round_id = self._merger.oldest_round
-        self._fail(
-            RankFailure(
-                f"rank {missing[0]} hung in round {round_id}: no reply from ranks {list(missing)} "
-                f"for {waited_s:.1f} s, at most {self._rank_timeout_s} s; raise rank_timeout_s if "
-                "a round may take longer",
-                rank=missing[0],
-                round_id=round_id,
-            )
-        )
+        failure = self._merger.hung(self._rank_timeout_s)
+        if failure is not None:
+            self._fail(failure)
 
     def _raise_if_finished(self) -> None:
         if self._failure is not None:

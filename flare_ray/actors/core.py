@@ -1,4 +1,4 @@
-"""One engine without Ray: manifest, channel, controller thread, delivery, health (contract: A1, A4).
+"""One engine without Ray: channel, controller thread, delivery, health (contract: A1, A4).
 
 The Ray shell (`engine.py`), the single-process server and the offline class all hold one
 `EngineCore`. It owns the controller's thread and who is told of which item; it owns neither how
@@ -245,17 +245,16 @@ class EngineCore:
         """
         if self._stopping:
             raise Overloaded("the engine is shutting down", retry_after_s=1.0, status=503)
-        if self._crash:
-            raise RankFailure(self._crash, rank=-1, round_id=-1)
+        self._raise_if_crashed()
         self._delivery.open(request, on_item)
         try:
             self._controller.submit(request)
         except BaseException:
             self._delivery.close(request.request_id)
             raise
-        if self._crash:
+        if not self._thread.is_alive():
             # The loop ended between the check and the hand-over: nobody would answer.
-            self._fail_remaining(self._crash, remote=False)
+            self._fail_remaining(self.fatal or "the engine has shut down", remote=False)
 
     def cancel(self, request_id: str) -> None:
         """End a request; it gets `Failed(code="cancelled")`. Unknown ids are no error."""
@@ -327,6 +326,10 @@ class EngineCore:
             logger.error("engine %s stopped: %s", self.engine_id, self.fatal)
             self._release()
             self._fail_remaining(self.fatal, remote=True)
+
+    def _raise_if_crashed(self) -> None:
+        if self._crash:
+            raise RankFailure(self._crash, rank=-1, round_id=-1)
 
     def _release(self) -> None:
         """Let go of the ranks, once, whoever comes first."""

@@ -106,6 +106,22 @@ class RoundMerger:
         answered = self._open[0].replies
         return tuple(rank for rank in range(self.world_size) if rank not in answered)
 
+    def hung(self, limit_s: float) -> RankFailure | None:
+        """The failure to report if the oldest unanswered round has waited `limit_s` or longer."""
+        if not self._open:
+            return None
+        waited_s = time.monotonic() - self.waiting_since_s
+        if waited_s < limit_s:
+            return None
+        missing = self.missing()
+        return RankFailure(
+            f"rank {missing[0]} hung in round {self.oldest_round}: no reply from ranks "
+            f"{list(missing)} for {waited_s:.1f} s, at most {limit_s} s; raise rank_timeout_s if a "
+            "round may take longer",
+            rank=missing[0],
+            round_id=self.oldest_round,
+        )
+
     def pop(self) -> RoundResult | None:
         """The oldest round if all ranks have answered it.
 

@@ -52,7 +52,7 @@ class _Peer:
 
 
 class StreamSender:
-    """`OutputPort` over ZeroMQ; used by one thread at a time: the controller's, then whoever closes.
+    """`OutputPort` over ZeroMQ, used by one thread at a time: the controller's, then who closes.
 
     Args:
         engine_id: identity of this engine replica.

@@ -177,7 +177,7 @@ def test_rank_killed_while_idle_is_noticed_without_a_round(ranks):
     channel = ranks.start("serve", "serve")
     assert play(channel, 0) is not None
     ranks.processes[1].kill()
-    with pytest.raises(RankFailure, match="rank 1 .*idle after round 0"):
+    with pytest.raises(RankFailure, match=r"rank 1 .*idle after round 0"):
         channel.receive(FAULT_LIMIT_S)
 
 

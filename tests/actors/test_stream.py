@@ -272,11 +272,11 @@ async def test_idle_socket_is_closed_and_its_next_batch_is_no_gap(monkeypatch):
     inbox = Inbox()
     async with receiving(inbox) as receiver, receiving(Inbox()) as other:
         with sending() as sender:
-            for name in ("x", "y"):
+            for place, name in enumerate(("x", "y"), start=1):
                 receiver.expect(name)
                 sender.send(receiver.address, (Admitted(name),))
                 sender.send(receiver.address, (finished(name),))
-                await inbox.wait(2)
+                await inbox.wait(2 * place)
                 sender.send(other.address, (Heartbeat(1),))
             items = await inbox.wait(4)
     assert not any(isinstance(item, Failed) for item in items)

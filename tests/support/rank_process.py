@@ -21,7 +21,7 @@ import time
 import msgspec
 
 from flare_ray.actors.listener import connect
-from flare_ray.actors.rank_loop import EXIT_FAILED, HangUpWatch, LastWords, serve_rank
+from flare_ray.actors.rank_loop import EXIT_FAILED, EXIT_HUNG_UP, HangUpWatch, LastWords, serve_rank
 from flare_ray.actors.wire import RankHello
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RoundReply
@@ -64,6 +64,7 @@ def main() -> None:
         serve_rank(sock, executor, rank=int(rank))
     except RuntimeError:
         os._exit(EXIT_FAILED)
+    os._exit(EXIT_HUNG_UP)
 
 
 def start_rank(
