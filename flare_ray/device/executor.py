@@ -1,0 +1,159 @@
+"""One rank's executor: a round plan in, a completed record out (contract: T5-T7, S6).
+
+The order of one call: check the plan against catalog and slots, apply hand-overs and grants, copy
+the plan into static inputs, replay, transfer the record, take its checksum. A plan that is refused
+has changed nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import RoundReply
+from flare_ray.device.graphs.eager import EagerBackend
+from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.speculation.inputs import FilterBounds
+from flare_ray.device.speculation.record import Frames, stamp_checksums
+from flare_ray.device.speculation.round import Model
+from flare_ray.device.state.layout import StateLimits
+from flare_ray.device.state.ledger import SlotLedger
+from flare_ray.device.state.store import StateStore
+from flare_ray.errors import ContractViolation
+from flare_ray.recipes.declaration import Drafter, StateSpec, Target
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What a recipe built for one rank; `drafter` is None where no drafting is prepared."""
+
+    spec: StateSpec
+    target: Target
+    drafter: Drafter | None
+
+
+def state_limits(manifest: PreparedManifest, *, publication: bool = False) -> StateLimits:
+    """Sizes of a prepared engine's state."""
+    return StateLimits(
+        slots=manifest.slots,
+        num_pages=manifest.num_pages,
+        context_tokens=manifest.context_tokens,
+        dtype=manifest.dtype,
+        device=manifest.device,
+        speculation=manifest.speculation,
+        publication=publication,
+    )
+
+
+class RankExecutor:
+    """Executes plans on one rank. Used by one thread.
+
+    Args:
+        manifest: what to prepare; its shapes are the catalog.
+        parts: the recipe's spec, target and drafter for this rank.
+        rank: rank of the TP group; only rank 0 returns rows.
+        publication: keep publication rows (contract: M4).
+    Attributes:
+        manifest: as given.
+        store: all persistent state.
+    Raises:
+        ContractViolation: the manifest names a shape that no backend builds, or speculation
+            without a drafter.
+    """
+
+    def __init__(
+        self,
+        manifest: PreparedManifest,
+        parts: ModelParts,
+        *,
+        rank: int = 0,
+        publication: bool = False,
+    ) -> None:
+        if manifest.speculation and parts.drafter is None:
+            raise ContractViolation("the manifest prepares speculation, no drafter was built")
+        self.manifest = manifest
+        self._rank = rank
+        with torch.inference_mode():
+            limits = state_limits(manifest, publication=publication)
+            self.store = StateStore(parts.spec, limits)
+            drafter = parts.drafter if manifest.speculation else None
+            self.backend = EagerBackend(Model(parts.target, drafter, self.store), manifest)
+            capacity = max(shape.batch_capacity for shape in manifest.shapes)
+            self._frames = Frames(capacity, manifest.device)
+        self._ledger = SlotLedger(manifest, limits.table_columns)
+        self._words = mask_words(manifest.vocab_size)
+
+    def warm(self) -> None:
+        """Run every prepared program once on padded lanes (contract: G4)."""
+        with torch.inference_mode():
+            self.backend.warm()
+
+    def execute(self, plan: RoundPlan, masks: np.ndarray | None = None) -> RoundReply:
+        """Run one plan to completion.
+
+        Args:
+            masks: [mask_rows, ceil(V / 32)] int32 grammar rows that the plan's lanes point into.
+        Returns:
+            The reply; rows on rank 0 only, the checksum on every rank.
+        Raises:
+            ContractViolation: the plan does not fit the catalog or the slots; nothing was changed.
+        """
+        program = self.backend.program(plan.shape)
+        self._check_masks(masks)
+        self._ledger.check(plan, None if masks is None else len(masks))
+        with torch.inference_mode():
+            self._ledger.apply(plan)
+            for init in plan.inits:
+                self.store.init_slot(init)
+            for grant in plan.grants:
+                self.store.grant(grant)
+            program.prepare(plan, masks, self._bounds(plan))
+            started = time.perf_counter_ns()
+            program.replay()
+            lanes = len(plan.lanes) or len(plan.prefill)
+            frame, rows = self._frames.transfer(program.record[:lanes])
+            elapsed = time.perf_counter_ns() - started
+            checksum = stamp_checksums(rows)
+            values = rows.tolist()
+            self._frames.release(frame)
+        self._ledger.complete(plan, values)
+        return RoundReply(
+            rank=self._rank,
+            round_id=plan.round_id,
+            checksum=checksum,
+            elapsed_ns=elapsed,
+            rows=tuple(v for row in values for v in row) if self._rank == 0 else (),
+        )
+
+    def check_integrity(self) -> None:
+        """Compare request state with its invariants; synchronises, for tests and debugging.
+
+        Raises:
+            ContractViolation: names the slot, field and value.
+        """
+        with torch.inference_mode():
+            self.store.check_integrity()
+
+    def _check_masks(self, masks: np.ndarray | None) -> None:
+        if masks is None:
+            return
+        if masks.dtype != np.int32 or masks.ndim != 2 or masks.shape[1] != self._words:
+            raise ContractViolation(
+                f"mask rows are {masks.dtype} {masks.shape}, expected int32 [rows, {self._words}] "
+                f"for a vocabulary of {self.manifest.vocab_size}"
+            )
+
+    def _bounds(self, plan: RoundPlan) -> FilterBounds:
+        """Bounds over what the lanes' slots hold now, stale lanes included: they run padded."""
+        views = [self._ledger.view(lane.slot) for lane in (*plan.lanes, *plan.prefill)]
+        return FilterBounds(
+            max_top_k=max(view.top_k for view in views),
+            every_lane_greedy=all(view.top_k == 1 for view in views),
+            any_top_p=any(view.top_p < 1.0 for view in views),
+            any_min_p=any(view.min_p > 0.0 for view in views),
+        )

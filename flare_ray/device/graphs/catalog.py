@@ -1,0 +1,125 @@
+"""Which programs an engine prepares, and the scratch bytes they share (contract: G1, G2, M6).
+
+Pure functions of host-known numbers, so that `plan` shows exactly what `prepare` builds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flare_ray.contracts.record import RECORD_FIELDS
+from flare_ray.contracts.shapes import (
+    GraphKind,
+    GraphShape,
+    decode_shapes,
+    prefill_shapes,
+    speculative_shapes,
+)
+from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.speculation.inputs import ChunkField, LaneField
+from flare_ray.device.speculation.record import NUM_FRAMES
+
+BUILT_KINDS = (GraphKind.PREFILL, GraphKind.DECODE, GraphKind.SPECULATIVE)
+"""Kinds this release prepares; the other members of `GraphKind` are refused by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogOptions:
+    """What decides the catalog.
+
+    Attributes:
+        concurrency: largest number of lanes.
+        prefill_tokens: rows of a prefill program.
+        ordinary / speculative: families to prepare (contract: R6).
+        widths: verification widths, increasing, containing one.
+        token_capacity: largest B * W of a wide round.
+    """
+
+    concurrency: int
+    prefill_tokens: int
+    ordinary: bool
+    speculative: bool
+    widths: tuple[int, ...]
+    token_capacity: int
+
+
+def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
+    """Every shape to prepare: rounds of each family, then prefills of each family."""
+    shapes: list[GraphShape] = []
+    if options.speculative:
+        shapes += speculative_shapes(options.concurrency, options.widths, options.token_capacity)
+    if options.ordinary:
+        shapes += decode_shapes(options.concurrency)
+    families = [True] * options.speculative + [False] * options.ordinary
+    for speculation in families:
+        shapes += prefill_shapes(
+            options.concurrency, options.prefill_tokens, speculation=speculation
+        )
+    return tuple(shapes)
+
+
+def shape_problem(shape: GraphShape) -> str:
+    """Why a shape cannot be prepared by this release, "" if it can."""
+    if shape.kind not in BUILT_KINDS:
+        return f"kind {shape.kind} is not built"
+    if shape.packed_capacity:
+        return f"packed capacity {shape.packed_capacity}: only rectangular B x W rounds are built"
+    if shape.kind == GraphKind.PREFILL:
+        return "" if shape.token_capacity >= 1 else "a prefill of no tokens"
+    if shape.verify_width > shape.draft_tokens + 1:
+        return f"width {shape.verify_width} with {shape.draft_tokens} drafts: nothing to verify"
+    if shape.draft_tokens and not shape.speculation:
+        return f"{shape.draft_tokens} drafts in the ordinary family"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScratchSizes:
+    """Elements of each arena: what one program leaves there is dead when the next one starts.
+
+    Attributes:
+        lanes: int64 lane inputs and prompt chunks.
+        masks: int32 mask words.
+        q: float32 proposal probabilities.
+        record: int64 record fields, on the device and in each frame.
+        positions: int64 constants 0, 1, 2, ...
+    """
+
+    lanes: int
+    masks: int
+    q: int
+    record: int
+    positions: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Exact bytes, frames included."""
+        return (
+            8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions)
+            + 4 * (self.masks + self.q)
+        )
+
+
+def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes:
+    """Smallest arenas that hold every shape."""
+    lanes = masks = q = record = positions = 0
+    words = mask_words(vocab_size)
+    for shape in shapes:
+        batch = shape.batch_capacity
+        prefill = shape.kind == GraphKind.PREFILL
+        rows = 1 if prefill else shape.verify_width
+        lanes = max(lanes, math.prod(lane_input_shape(shape)))
+        masks = max(masks, batch * rows * words)
+        q = max(q, batch * shape.draft_tokens * vocab_size)
+        record = max(record, batch * RECORD_FIELDS)
+        positions = max(positions, shape.token_capacity if prefill else shape.verify_width)
+    return ScratchSizes(lanes, masks, q, record, positions)
+
+
+def lane_input_shape(shape: GraphShape) -> tuple[int, int]:
+    """[B, fields] of a shape's int64 inputs."""
+    if shape.kind == GraphKind.PREFILL:
+        return shape.batch_capacity, ChunkField.TOKENS + shape.token_capacity
+    return shape.batch_capacity, LaneField.COPIES + shape.draft_tokens

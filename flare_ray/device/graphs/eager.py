@@ -1,0 +1,205 @@
+"""The eager backend: the round's functions called directly, on CPU and for debugging on CUDA
+(contract: G6).
+
+It keeps the catalog, the padding and the static buffers of a captured backend. It differs in two
+host-known choices that a captured program fixes at capture: how many page-table columns and
+prompt rows are in view, and which optional steps (masks, copies, filters) the plan's lanes need.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.record import RECORD_FIELDS
+from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.device.graphs.catalog import lane_input_shape, scratch_sizes, shape_problem
+from flare_ray.device.graphs.program import Program
+from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.speculation.inputs import (
+    FilterBounds,
+    HostFacts,
+    PrefillInputs,
+    RoundInputs,
+    StaticBuffer,
+)
+from flare_ray.device.speculation.prefill import PrefillScratch, run_prefill
+from flare_ray.device.speculation.round import Model, RoundScratch, run_round
+from flare_ray.errors import ContractViolation
+
+WARM_PAGES = 2
+"""Page-table columns in view during warm-up: one more than one page, so gathers see two."""
+ALL_FILTERS = FilterBounds(max_top_k=1, every_lane_greedy=False, any_top_p=True, any_min_p=True)
+
+
+class Arena:
+    """Scratch of one rank, shared by all programs: they run one after another, and nothing left
+    here is read by the next."""
+
+    def __init__(self, manifest: PreparedManifest) -> None:
+        self.sizes = scratch_sizes(manifest.shapes, manifest.vocab_size)
+        self.vocab_size = manifest.vocab_size
+        device = manifest.device
+        self.lanes = StaticBuffer.allocate((self.sizes.lanes,), torch.int64, device)
+        self.masks = StaticBuffer.allocate((self.sizes.masks,), torch.int32, device)
+        self.q = torch.zeros(self.sizes.q, dtype=torch.float32, device=device)
+        self.record = torch.zeros(self.sizes.record, dtype=torch.int64, device=device)
+        self.positions = torch.arange(self.sizes.positions, device=device)
+
+    def record_rows(self, batch: int) -> Tensor:
+        """[batch, RECORD_FIELDS] int64."""
+        return self.record[: batch * RECORD_FIELDS].view(batch, RECORD_FIELDS)
+
+    def q_rows(self, shape: GraphShape) -> Tensor:
+        """[B, D, V] float32."""
+        size = (shape.batch_capacity, shape.draft_tokens, self.vocab_size)
+        return self.q[: size[0] * size[1] * size[2]].view(size)
+
+    def mask_rows(self, shape: GraphShape, rows: int) -> StaticBuffer:
+        """[B, rows, words] int32."""
+        return self.masks.view((shape.batch_capacity, rows, mask_words(self.vocab_size)))
+
+    def poison(self) -> None:
+        """Fill everything a program must not read before writing it; for tests (contract: G4)."""
+        self.q.fill_(float("nan"))
+        self.record.fill_(-(2**40))
+        self.masks.tensor.fill_(0x5A5A5A5A)
+        self.lanes.tensor.fill_(2**40)
+
+
+class EagerRound:
+    """A decode or speculative program."""
+
+    def __init__(self, model: Model, shape: GraphShape, arena: Arena) -> None:
+        request = model.store.request
+        self.shape = shape
+        self.record = arena.record_rows(shape.batch_capacity)
+        self._model = model
+        self._inputs = RoundInputs(
+            arena.lanes.view(lane_input_shape(shape)),
+            arena.mask_rows(shape, shape.verify_width),
+            request.null_slot,
+        )
+        positions = arena.positions[: shape.verify_width].unsqueeze(0)
+        self._scratch = RoundScratch(arena.q_rows(shape), self.record, positions)
+        self._columns = model.store.limits.table_columns
+        self._facts: HostFacts | None = None
+
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+        """See `Program`."""
+        masked = masks is not None and any(lane.mask_row >= 0 for lane in plan.lanes)
+        self._inputs.fill(plan, masks if masked else None)
+        self._facts = HostFacts(
+            context_pages=columns_in_view(plan, self._columns),
+            rows=self.shape.verify_width,
+            masked=masked,
+            copies=any(lane.copy_tokens for lane in plan.lanes),
+            sampled=True,
+            filters=filters,
+        )
+
+    def replay(self) -> None:
+        """See `Program`."""
+        if self._facts is None:
+            raise ContractViolation("replay before prepare")
+        run_round(self._model, self.shape, self._inputs, self._scratch, self._facts)
+
+    def warm(self) -> None:
+        """See `Program`."""
+        self._inputs.clear()
+        columns = min(WARM_PAGES, self._columns)
+        copies = self.shape.draft_tokens > 0
+        self._facts = HostFacts(columns, self.shape.verify_width, True, copies, True, ALL_FILTERS)
+        self.replay()
+        self._facts = None
+
+
+class EagerPrefill:
+    """A prefill program."""
+
+    def __init__(self, model: Model, shape: GraphShape, arena: Arena) -> None:
+        request = model.store.request
+        self.shape = shape
+        self.record = arena.record_rows(shape.batch_capacity)
+        self._model = model
+        self._inputs = PrefillInputs(
+            arena.lanes.view(lane_input_shape(shape)),
+            arena.mask_rows(shape, 1),
+            request.null_slot,
+        )
+        positions = arena.positions[: shape.token_capacity].unsqueeze(0)
+        self._scratch = PrefillScratch(self.record, positions)
+        self._columns = model.store.limits.table_columns
+        self._facts: HostFacts | None = None
+
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+        """See `Program`."""
+        masked = masks is not None and any(lane.mask_row >= 0 for lane in plan.prefill)
+        self._inputs.fill(plan, masks if masked else None)
+        self._facts = HostFacts(
+            context_pages=columns_in_view(plan, self._columns),
+            rows=max(len(lane.tokens) for lane in plan.prefill),
+            masked=masked,
+            copies=False,
+            sampled=any(lane.final and lane.pending < 0 for lane in plan.prefill),
+            filters=filters,
+        )
+
+    def replay(self) -> None:
+        """See `Program`."""
+        if self._facts is None:
+            raise ContractViolation("replay before prepare")
+        run_prefill(self._model, self.shape, self._inputs, self._scratch, self._facts)
+
+    def warm(self) -> None:
+        """See `Program`."""
+        self._inputs.clear()
+        columns = min(WARM_PAGES, self._columns)
+        self._facts = HostFacts(
+            columns, self.shape.token_capacity, True, False, True, ALL_FILTERS
+        )
+        self.replay()
+        self._facts = None
+
+
+class EagerBackend:
+    """Every program of the manifest over one arena."""
+
+    def __init__(self, model: Model, manifest: PreparedManifest) -> None:
+        problems = [f"{s}: {text}" for s in manifest.shapes if (text := shape_problem(s))]
+        if problems:
+            raise ContractViolation("the catalog holds shapes not built: " + "; ".join(problems))
+        self.arena = Arena(manifest)
+        self._programs: dict[GraphShape, Program] = {
+            shape: (EagerPrefill if shape.kind == GraphKind.PREFILL else EagerRound)(
+                model, shape, self.arena
+            )
+            for shape in manifest.shapes
+        }
+
+    def program(self, shape: GraphShape) -> Program:
+        """See `Backend`."""
+        program = self._programs.get(shape)
+        if program is None:
+            raise ContractViolation(
+                f"{shape} was not prepared; the catalog holds {len(self._programs)} shapes, see "
+                "the manifest"
+            )
+        return program
+
+    def warm(self) -> None:
+        """See `Backend`."""
+        for program in self._programs.values():
+            program.warm()
+
+
+def columns_in_view(plan: RoundPlan, columns: int) -> int:
+    """Page-table columns of an eager execution.
+
+    One more than the plan's bound: a drafter may run up to six rows past the last position that the
+    lane can commit, and those rows must find the null page rather than no entry.
+    """
+    return min(plan.context_pages + 1, columns) if plan.context_pages else columns

@@ -1,0 +1,52 @@
+"""The seam between the executor and a backend: programs with static inputs, prepared once."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.shapes import GraphShape
+from flare_ray.device.speculation.inputs import FilterBounds
+
+
+class Program(Protocol):
+    """One catalog entry.
+
+    Attributes:
+        shape: what it was prepared for.
+        record: [B, RECORD_FIELDS] int64, its output, a static buffer.
+    """
+
+    shape: GraphShape
+    record: Tensor
+
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+        """Copy a checked plan into the static inputs: one copy per buffer.
+
+        Args:
+            masks: [rows, words] int32 grammar rows, None where no lane is constrained.
+            filters: bounds over the lanes' sampling parameters.
+        """
+
+    def replay(self) -> None:
+        """Run the program on what `prepare` left; returns when its work is enqueued."""
+
+    def warm(self) -> None:
+        """Run it once on padded lanes only, which changes no slot."""
+
+
+class Backend(Protocol):
+    """All programs of one rank."""
+
+    def program(self, shape: GraphShape) -> Program:
+        """The entry of `shape`.
+
+        Raises:
+            ContractViolation: the shape was not prepared; nothing is ever built on demand.
+        """
+
+    def warm(self) -> None:
+        """Run every entry once, so that the first request meets nothing new."""

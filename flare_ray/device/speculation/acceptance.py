@@ -1,0 +1,74 @@
+"""From verified logits to accepted drafts and the target sample (contract: S1, S2, S9, K1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flare_ray.device.sampling.chain import draw, verify_chain
+from flare_ray.device.sampling.filters import FilterParams, target_probs
+from flare_ray.device.sampling.masks import apply_token_mask
+from flare_ray.device.speculation.lanes import Draws
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Outcome of verification, before clipping.
+
+    Attributes:
+        accepted: [B] int64, a.
+        tokens: [B, W] int64: accepted drafts, then the target sample at index a; undefined after.
+        healthy: [B] bool: every verified row's logits had a finite maximum.
+    """
+
+    accepted: Tensor
+    tokens: Tensor
+    healthy: Tensor
+
+
+@dataclass(slots=True)
+class MaskRows:
+    """Grammar rows of one execution: rows [B, W, words] int32; lanes [B] bool, which use them."""
+
+    rows: Tensor
+    lanes: Tensor
+
+
+def healthy_lanes(logits: Tensor, valid: Tensor) -> Tensor:
+    """[B] bool: no valid row of logits [B, W, V] lacks a finite maximum (NaN counts as none)."""
+    return (torch.isfinite(logits.amax(-1)) | ~valid).all(-1)
+
+
+def accept_chain(
+    logits: Tensor, q: Tensor, drafts: Tensor, offered: Tensor, *, params: FilterParams, draws: Draws
+) -> Verdict:
+    """Verify the offered prefix of each lane's drafts.
+
+    Args:
+        logits: [B, W, V] float32, masked.
+        q: [B, W - 1, V] float32; drafts: [B, W - 1] int64.
+        offered: [B] int64, drafts this lane verifies; a lane with none draws from SAMPLE.
+    Returns:
+        Verdict without health: `healthy` is all True here.
+    """
+    p = target_probs(logits, params)
+    none_offered = (offered == 0).unsqueeze(1)
+    uniforms = torch.where(none_offered, draws.sample, draws.accept)
+    width = logits.shape[1]
+    accepted, token = verify_chain(p, q, drafts, offered, uniforms[:, : width + 1])
+    rows = torch.arange(width, device=logits.device)
+    padded = torch.nn.functional.pad(drafts, (0, 1))
+    tokens = torch.where(rows == accepted.unsqueeze(1), token.unsqueeze(1), padded)
+    return Verdict(accepted, tokens, torch.ones_like(accepted, dtype=torch.bool))
+
+
+def sample_rows(logits: Tensor, *, params: FilterParams, draws: Tensor) -> Tensor:
+    """[B] int64, one draw per lane from logits [B, 1, V] with uniforms [B]."""
+    return draw(target_probs(logits, params)[:, 0], draws)
+
+
+def masked_logits(logits: Tensor, masks: MaskRows | None) -> Tensor:
+    """Logits with every row's own mask applied; unchanged where no lane is constrained."""
+    return logits if masks is None else apply_token_mask(logits, masks.rows, masks.lanes)

@@ -1,0 +1,208 @@
+"""Prefill: consume prompt chunks of several lanes; the last chunk makes a token pending.
+
+    1. target on the chunk's rows, states end in column 0
+    2. absorb the drafter's pairs, shifted by one: the chunk's first token completes the pair whose
+       hidden state the previous chunk saved as tail; the pair of the chunk's last row stays open
+    3. at the prompt's end sample the first token (or take the one a resumed request already had),
+       check it against EOS and budget
+    4. advance the slot, save the tail, publish a chunk end on a page boundary, write the record
+
+A prompt of P tokens leaves P consumed tokens and P - 1 pairs, however it was cut (contract: R8).
+A lane runs only if its slot is still filling and has consumed exactly `start` tokens, so a chunk
+of a dead request or one that was sent twice changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flare_ray.contracts.record import Flag
+from flare_ray.contracts.shapes import GraphShape
+from flare_ray.device.sampling.philox import uniforms
+from flare_ray.device.speculation.acceptance import (
+    MaskRows,
+    healthy_lanes,
+    masked_logits,
+    sample_rows,
+)
+from flare_ray.device.speculation.commit import (
+    Transition,
+    advance,
+    publish_boundary,
+    row_at,
+    save_tail,
+)
+from flare_ray.device.speculation.inputs import ChunkField, HostFacts, PrefillInputs
+from flare_ray.device.speculation.lanes import Lanes, Planned, open_lanes
+from flare_ray.device.speculation.record import Emission, write_record
+from flare_ray.device.speculation.round import Model
+from flare_ray.device.state.layout import KEYS, Core, Phase
+from flare_ray.errors import ContractViolation
+from flare_ray.recipes.declaration import AbsorbRows, Rows, TargetOutput
+from flare_ray.rng import OFFSET_STRIDE, RngDomain
+
+
+@dataclass(slots=True)
+class PrefillScratch:
+    """record: [B, RECORD_FIELDS] int64 output; positions: [1, T] int64, 0 .. T - 1, constant."""
+
+    record: Tensor
+    positions: Tensor
+
+
+@dataclass(slots=True)
+class FirstToken:
+    """Stage 3's result.
+
+    token: [B] int64 pending from now on; sampled, healthy: [B] bool.
+    """
+
+    token: Tensor
+    sampled: Tensor
+    healthy: Tensor
+
+
+def run_prefill(
+    model: Model,
+    shape: GraphShape,
+    inputs: PrefillInputs,
+    scratch: PrefillScratch,
+    facts: HostFacts,
+) -> None:
+    """Execute one prefill program on static buffers."""
+    planned = inputs.lanes
+    wanted = Planned(
+        planned[:, ChunkField.SLOT], planned[:, ChunkField.EPOCH], planned[:, ChunkField.START]
+    )
+    lanes = open_lanes(model.store.request, wanted, Phase.FILLING, facts)
+    rows = _chunk_rows(lanes, planned, scratch.positions[:, : facts.rows])
+    output = model.target.forward(rows, model.store.groups)
+    if shape.speculation:
+        _absorb_chunk(model, lanes, rows, output)
+    first = _first_token(output, inputs, lanes, rows, facts)
+    _finish(model, shape, inputs, scratch, _Chunk(lanes, rows, output, first))
+
+
+@dataclass(slots=True)
+class _Chunk:
+    lanes: Lanes
+    rows: Rows
+    output: TargetOutput
+    first: FirstToken
+
+
+def _chunk_rows(lanes: Lanes, planned: Tensor, offsets: Tensor) -> Rows:
+    lengths = planned[:, ChunkField.LENGTH] * lanes.active
+    return Rows(
+        tokens=planned[:, ChunkField.TOKENS : ChunkField.TOKENS + offsets.shape[1]],
+        slots=lanes.slots,
+        positions=lanes.field(Core.CONSUMED).unsqueeze(1) + offsets,
+        valid=offsets < lengths.unsqueeze(1),
+        lengths=lengths,
+        column=lanes.field(Core.COLUMN),
+        page_table=lanes.page_table,
+        last_only=True,
+        prefill=True,
+    )
+
+
+def _absorb_chunk(model: Model, lanes: Lanes, rows: Rows, output: TargetOutput) -> None:
+    tail = model.store.request.tail
+    if model.drafter is None or tail is None:
+        raise ContractViolation("a speculative prefill was prepared without a drafter")
+    before = tail.index_select(0, lanes.slots).unsqueeze(1).to(output.feedback.dtype)
+    positions = rows.positions - 1
+    model.drafter.absorb(
+        AbsorbRows(
+            tokens=rows.tokens,
+            feedback=torch.cat((before, output.feedback[:, :-1]), dim=1),
+            positions=positions.clamp(min=0),
+            valid=rows.valid & (positions >= 0),
+            slots=lanes.slots,
+            page_table=rows.page_table,
+        ),
+        model.store.groups,
+    )
+
+
+def _first_token(
+    output: TargetOutput, inputs: PrefillInputs, lanes: Lanes, rows: Rows, facts: HostFacts
+) -> FirstToken:
+    """Stage 3; its draw is that of a round in which the last prompt token was pending."""
+    planned = inputs.lanes
+    given = planned[:, ChunkField.PENDING]
+    final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
+    if not facts.sampled:
+        return FirstToken(given.clamp(min=0), torch.zeros_like(final), torch.ones_like(final))
+    masks = None
+    if facts.masked:
+        masks = MaskRows(inputs.masks, planned[:, ChunkField.MASKED] > 0)
+    logits = masked_logits(output.logits, masks)
+    sampled = final & (given < 0)
+    healthy = healthy_lanes(logits, sampled.unsqueeze(1))
+    consumed = lanes.field(Core.CONSUMED) + rows.lengths
+    offset = (consumed - 1).clamp_(min=0) * OFFSET_STRIDE
+    draws = uniforms(lanes.core[:, KEYS][:, RngDomain.SAMPLE], offset, 1)[:, 0]
+    token = torch.where(
+        sampled, sample_rows(logits, params=lanes.params, draws=draws), given.clamp(min=0)
+    )
+    return FirstToken(token, sampled, healthy)
+
+
+def _finish(
+    model: Model,
+    shape: GraphShape,
+    inputs: PrefillInputs,
+    scratch: PrefillScratch,
+    chunk: _Chunk,
+) -> None:
+    """Stage 4."""
+    planned, lanes, rows, first = inputs.lanes, chunk.lanes, chunk.rows, chunk.first
+    final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
+    emitted = (first.sampled & first.healthy).to(torch.int64)
+    is_eos = (first.token.unsqueeze(1) == lanes.eos_ids).any(1)
+    outcome = advance(
+        model.store,
+        lanes,
+        Transition(
+            emitted=emitted,
+            consumed=rows.lengths,
+            column=torch.zeros_like(rows.lengths),
+            pending=first.token,
+            ended_eos=is_eos & final,
+            healthy=first.healthy,
+            completed=final,
+        ),
+        keeps_pairs=shape.speculation,
+    )
+    store = model.store
+    model.target.commit(rows, rows.lengths, store.groups)
+    if shape.speculation:
+        last = (rows.lengths - 1).clamp_(min=0)
+        save_tail(store, lanes.slots, row_at(chunk.output.feedback, last))
+    publish_boundary(store, lanes, rows, chunk.output, rows.lengths)
+    none = torch.zeros_like(emitted)
+    flags = lanes.active * (
+        (planned[:, ChunkField.MASKED] > 0) * Flag.MASKED.value
+        + first.sampled * Flag.FIRST_TOKEN.value
+        + Flag.PREFILL.value
+    )
+    write_record(
+        scratch.record,
+        lanes,
+        outcome,
+        Emission(
+            round_id=planned[:, ChunkField.ROUND],
+            drafted=none,
+            offered=none,
+            accepted=none,
+            emitted=emitted,
+            copy_bits=none,
+            width=none,
+            flags=flags,
+            tokens=first.token.unsqueeze(1),
+        ),
+    )

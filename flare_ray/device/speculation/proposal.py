@@ -1,0 +1,57 @@
+"""Draft tokens, the distribution each was drawn from, and copy tokens put in their place
+(contract: S1, H2).
+
+q is kept for every draft: temperature-only softmax of the drafter's logits where it proposed, a
+point mass where a copy token took the place. The drafter gets the substituted token back, so its
+next proposal continues the candidate prefix that is really verified.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flare_ray.device.sampling.chain import draw
+from flare_ray.device.sampling.filters import FilterParams, draft_probs
+
+
+class Proposals:
+    """The round's `DraftSink`.
+
+    Args:
+        q: [B, D, V] float32 scratch, overwritten.
+        params: the lanes' sampling parameters.
+        draws: [B, D] float32.
+        copies: [B, D] int64 copy tokens, -1 = none; None where the execution has none.
+    Attributes:
+        tokens: proposed tokens by depth, each [B] int64.
+    """
+
+    def __init__(
+        self, q: Tensor, params: FilterParams, draws: Tensor, copies: Tensor | None
+    ) -> None:
+        self.q = q
+        self.tokens: list[Tensor] = []
+        self._params = params
+        self._draws = draws
+        self._copies = copies
+
+    def draw(self, depth: int, logits: Tensor) -> Tensor:
+        """Proposed tokens [B] int64 at `depth` from logits [B, V] float32; keeps their q."""
+        kept = self.q[:, depth]
+        kept.copy_(draft_probs(logits, self._params))
+        token = draw(kept, self._draws[:, depth])
+        if self._copies is not None:
+            copy = self._copies[:, depth]
+            is_copy = copy >= 0
+            token = torch.where(is_copy, copy, token)
+            kept.masked_fill_(is_copy.unsqueeze(1), 0.0)
+            index = token.unsqueeze(1)
+            at_token = torch.where(is_copy.unsqueeze(1), 1.0, kept.gather(1, index))
+            kept.scatter_(1, index, at_token)
+        self.tokens.append(token)
+        return token
+
+    def stacked(self) -> Tensor:
+        """[B, D] int64, every draft in order."""
+        return torch.stack(self.tokens, dim=1)

@@ -1,0 +1,135 @@
+"""The completion record: rows the program writes, frames the host reads (contract: T5, S6).
+
+The program writes one static device buffer, a lane a row. The host copies it into one of two
+frames, takes the lane checksums there (on every rank, over the whole row: identity, counters and
+tokens, hence also the random offset 12 N) and hands the rows on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flare_ray.contracts.record import METADATA_FIELDS, RECORD_FIELDS, Field
+from flare_ray.device.speculation.commit import Outcome
+from flare_ray.device.speculation.lanes import Lanes
+from flare_ray.device.state.layout import Core
+from flare_ray.errors import ContractViolation
+
+NUM_FRAMES = 2
+
+
+@dataclass(slots=True)
+class Emission:
+    """What a record says beside the slot's counters.
+
+    round_id, drafted, offered, accepted, emitted, copy_bits, width, flags: [B] int64; tokens: [B,
+    W] int64, the first `emitted` of each row count.
+    """
+
+    round_id: Tensor
+    drafted: Tensor
+    offered: Tensor
+    accepted: Tensor
+    emitted: Tensor
+    copy_bits: Tensor
+    width: Tensor
+    flags: Tensor
+    tokens: Tensor
+
+
+def write_record(record: Tensor, lanes: Lanes, outcome: Outcome, emission: Emission) -> None:
+    """Write rows [B, RECORD_FIELDS] of the static record buffer in place.
+
+    An inactive lane's row is zero but for the planned epoch and round.
+    """
+    columns = {
+        Field.UID: lanes.field(Core.UID),
+        Field.EPOCH: lanes.epoch,
+        Field.ROUND: emission.round_id,
+        Field.STATUS: outcome.status,
+        Field.CONSUMED: outcome.consumed,
+        Field.GENERATED: outcome.generated,
+        Field.BUDGET_LEFT: outcome.budget,
+        Field.DRAFTED: emission.drafted,
+        Field.OFFERED: emission.offered,
+        Field.ACCEPTED: emission.accepted,
+        Field.EMITTED: emission.emitted,
+        Field.COPY_BITS: emission.copy_bits,
+        Field.DRAFT_POSITION: outcome.draft_position,
+        Field.WIDTH: emission.width,
+        Field.FLAGS: emission.flags,
+        Field.CHECKSUM: torch.zeros_like(lanes.epoch),
+    }
+    width = emission.tokens.shape[1]
+    rows = torch.arange(width, device=record.device)
+    shown = torch.where(rows < emission.emitted.unsqueeze(1), emission.tokens, 0)
+    record[:, METADATA_FIELDS + width :].zero_()
+    record[:, METADATA_FIELDS : METADATA_FIELDS + width] = shown
+    torch.stack([columns[field] for field in Field], dim=1, out=record[:, :METADATA_FIELDS])
+
+
+# Arbitrary odd 64-bit constants; equal on every rank because they are the same program text.
+_MULTIPLIERS = np.array(
+    [(0x9E3779B97F4A7C15 * (2 * i + 1)) & 0xFFFFFFFFFFFFFFFF for i in range(1, RECORD_FIELDS + 1)],
+    dtype=np.uint64,
+)
+_MIX = np.uint64(0xD6E8FEB86659FD93)
+_SHIFT = np.uint64(32)
+
+
+def stamp_checksums(rows: np.ndarray) -> int:
+    """Fill the CHECKSUM column of rows [n, RECORD_FIELDS] int64 in place.
+
+    Returns:
+        Checksum of the whole frame, dependent on lane order; non-negative, below 2**63.
+    """
+    rows[:, Field.CHECKSUM] = 0
+    unsigned = rows.view(np.uint64)
+    with np.errstate(over="ignore"):
+        lane = (unsigned * _MULTIPLIERS).sum(axis=1, dtype=np.uint64)
+        lane = (lane ^ (lane >> _SHIFT)) * _MIX
+        lane ^= lane >> _SHIFT
+        order = np.arange(1, 2 * len(rows), 2, dtype=np.uint64)
+        total = ((lane * _MIX) ^ (lane >> _SHIFT)) * order
+    rows[:, Field.CHECKSUM] = (lane >> np.uint64(1)).view(np.int64)
+    return int(np.bitwise_xor.reduce(total)) >> 1
+
+
+class Frames:
+    """Two host frames used alternately; a frame is owned until its consumer releases it."""
+
+    def __init__(self, capacity: int, device: str) -> None:
+        pinned = device != "cpu"
+        self._frames = [
+            torch.zeros((capacity, RECORD_FIELDS), dtype=torch.int64, pin_memory=pinned)
+            for _ in range(NUM_FRAMES)
+        ]
+        self._owned = [False] * NUM_FRAMES
+        self._next = 0
+
+    def transfer(self, record: Tensor) -> tuple[int, np.ndarray]:
+        """Copy device rows [n, RECORD_FIELDS] into the next frame and wait for them.
+
+        Returns:
+            (frame index, to `release`; rows [n, RECORD_FIELDS] int64 in that frame)
+        Raises:
+            ContractViolation: the frame is still owned.
+        """
+        index = self._next
+        if self._owned[index]:
+            raise ContractViolation(
+                f"completion frame {index} is still being read; release it before a third round"
+            )
+        self._owned[index] = True
+        self._next = (index + 1) % NUM_FRAMES
+        frame = self._frames[index][: record.shape[0]]
+        frame.copy_(record)
+        return index, frame.numpy()
+
+    def release(self, index: int) -> None:
+        """The consumer is done with a frame."""
+        self._owned[index] = False

@@ -1,0 +1,277 @@
+"""One round: draft, verify, accept, commit (contract: T1-T6).
+
+    1. draft    complete the pair (tail, p), propose D tokens, keep q; copies take their places
+    2. verify   target on [p, d0 .. dW-2], W rows a lane, logits of every row
+    3. accept   p per row -> chain acceptance over the drafts the lane offers -> a, target sample
+    4. commit   clip to t; advance the slot; absorb the completed pairs; publish a crossed boundary;
+                write the record
+
+How many drafts a lane offers is decided on the device: K = min(ceiling, W - 1, budget - 1). More
+than budget - 1 could never be emitted beside the target sample, so they are not verified either,
+and the pages a lane touches never reach beyond prompt plus budget.
+
+A width-one round of the speculative family is the same program without 1.'s proposals and 3.'s
+chain; the ordinary family also leaves out every drafter step (contract: R6, C6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flare_ray.contracts.record import Flag
+from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.device.speculation.acceptance import (
+    MaskRows,
+    Verdict,
+    accept_chain,
+    healthy_lanes,
+    masked_logits,
+    sample_rows,
+)
+from flare_ray.device.speculation.commit import (
+    Outcome,
+    Transition,
+    absorb_accepted,
+    advance,
+    clip_emitted,
+    publish_boundary,
+    row_at,
+    save_tail,
+)
+from flare_ray.device.speculation.inputs import HostFacts, LaneField, RoundInputs
+from flare_ray.device.speculation.lanes import Draws, Lanes, Planned, open_lanes, round_draws
+from flare_ray.device.speculation.proposal import Proposals
+from flare_ray.device.speculation.record import Emission, write_record
+from flare_ray.device.state.layout import Core, Phase
+from flare_ray.device.state.store import StateStore
+from flare_ray.errors import ContractViolation
+from flare_ray.recipes.declaration import Drafter, ProposalStart, Rows, Target, TargetOutput
+
+
+@dataclass(slots=True)
+class Model:
+    """What a recipe supplied for this rank; `drafter` is None where none is prepared."""
+
+    target: Target
+    drafter: Drafter | None
+    store: StateStore
+
+
+@dataclass(slots=True)
+class RoundScratch:
+    """Buffers of one shape that outlive an operator but not the round.
+
+    Attributes:
+        q: [B, D, V] float32.
+        record: [B, RECORD_FIELDS] int64, the program's output.
+        positions: [1, W] int64, 0 .. W - 1, constant.
+    """
+
+    q: Tensor
+    record: Tensor
+    positions: Tensor
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Stage 1's result: drafts [B, W - 1] int64, offered [B] int64 K, copies [B, D] int64 or
+    None."""
+
+    drafts: Tensor
+    offered: Tensor
+    copies: Tensor | None
+
+
+def run_round(
+    model: Model, shape: GraphShape, inputs: RoundInputs, scratch: RoundScratch, facts: HostFacts
+) -> None:
+    """Execute one decode or speculative round on static buffers."""
+    planned = inputs.lanes
+    wanted = Planned(planned[:, LaneField.SLOT], planned[:, LaneField.EPOCH])
+    lanes = open_lanes(model.store.request, wanted, Phase.READY, facts)
+    draws = round_draws(lanes, shape.draft_tokens)
+    candidates = _draft(model, shape, inputs, scratch, _Stage(lanes, draws, facts))
+    rows = _verify_rows(lanes, candidates, scratch.positions)
+    output = model.target.forward(rows, model.store.groups)
+    verdict = _accept(output, inputs, scratch, _Verification(rows, candidates, lanes, draws, facts))
+    outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
+    write_record(
+        scratch.record, lanes, outcome, _emission(shape, inputs, candidates, verdict, emitted)
+    )
+
+
+@dataclass(slots=True)
+class _Stage:
+    lanes: Lanes
+    draws: Draws
+    facts: HostFacts
+
+
+@dataclass(slots=True)
+class _Verification:
+    rows: Rows
+    candidates: Candidates
+    lanes: Lanes
+    draws: Draws
+    facts: HostFacts
+
+
+@dataclass(slots=True)
+class _Verified:
+    rows: Rows
+    output: TargetOutput
+    verdict: Verdict
+
+
+def _draft(
+    model: Model, shape: GraphShape, inputs: RoundInputs, scratch: RoundScratch, stage: _Stage
+) -> Candidates:
+    """Stage 1; without drafter state there is nothing to absorb and nothing to propose."""
+    lanes, depth = stage.lanes, shape.draft_tokens
+    planned = inputs.lanes
+    copies = planned[:, LaneField.COPIES :] if stage.facts.copies and depth else None
+    sink = Proposals(scratch.q, lanes.params, stage.draws.draft, copies)
+    if shape.speculation:
+        _propose(model, lanes, sink, depth)
+    room = torch.minimum(planned[:, LaneField.CEILING], lanes.field(Core.BUDGET) - 1)
+    offered = room.clamp_(0, shape.verify_width - 1)
+    if depth == 0:
+        return Candidates(planned.new_zeros((planned.shape[0], 0)), offered, None)
+    return Candidates(sink.stacked()[:, : shape.verify_width - 1], offered, copies)
+
+
+def _propose(model: Model, lanes: Lanes, sink: Proposals, depth: int) -> None:
+    tail = model.store.request.tail
+    if model.drafter is None or tail is None:
+        raise ContractViolation("a speculative shape was prepared without a drafter")
+    model.drafter.propose(
+        ProposalStart(
+            pending=lanes.field(Core.PENDING),
+            tail=tail.index_select(0, lanes.slots),
+            consumed=lanes.field(Core.CONSUMED),
+            active=lanes.active,
+            slots=lanes.slots,
+            page_table=lanes.page_table,
+            depth=depth,
+        ),
+        model.store.groups,
+        sink,
+    )
+    if len(sink.tokens) != depth:
+        raise ContractViolation(f"the drafter drew {len(sink.tokens)} tokens of depth {depth}")
+
+
+def _verify_rows(lanes: Lanes, candidates: Candidates, offsets: Tensor) -> Rows:
+    pending = lanes.field(Core.PENDING).unsqueeze(1)
+    valid = (offsets <= candidates.offered.unsqueeze(1)) & lanes.active.unsqueeze(1)
+    return Rows(
+        tokens=torch.cat((pending, candidates.drafts), dim=1),
+        slots=lanes.slots,
+        positions=lanes.field(Core.CONSUMED).unsqueeze(1) + offsets,
+        valid=valid,
+        lengths=valid.sum(1),
+        column=lanes.field(Core.COLUMN),
+        page_table=lanes.page_table,
+        last_only=False,
+        prefill=False,
+    )
+
+
+def _accept(
+    output: TargetOutput, inputs: RoundInputs, scratch: RoundScratch, work: _Verification
+) -> Verdict:
+    """Stage 3."""
+    masks = None
+    if work.facts.masked:
+        masks = MaskRows(inputs.masks, inputs.lanes[:, LaneField.MASKED] > 0)
+    logits = masked_logits(output.logits, masks)
+    healthy = healthy_lanes(logits, work.rows.valid)
+    params, width = work.lanes.params, logits.shape[1]
+    if width == 1:
+        token = sample_rows(logits, params=params, draws=work.draws.sample[:, 0])
+        return Verdict(torch.zeros_like(token), token.unsqueeze(1), healthy)
+    verdict = accept_chain(
+        logits,
+        scratch.q[:, : width - 1],
+        work.candidates.drafts,
+        work.candidates.offered,
+        params=params,
+        draws=work.draws,
+    )
+    verdict.healthy = healthy
+    return verdict
+
+
+def _commit(
+    model: Model, shape: GraphShape, lanes: Lanes, done: _Verified
+) -> tuple[Outcome, Tensor]:
+    """Stage 4; returns the slots' fields afterwards and t."""
+    rows, output, verdict = done.rows, done.output, done.verdict
+    emitted, ended_eos = clip_emitted(
+        verdict.tokens,
+        verdict.accepted,
+        budget=lanes.field(Core.BUDGET) * verdict.healthy,
+        eos_ids=lanes.eos_ids,
+    )
+    last = (emitted - 1).clamp_(min=0)
+    outcome = advance(
+        model.store,
+        lanes,
+        Transition(
+            emitted=emitted,
+            consumed=emitted,
+            column=last,
+            pending=verdict.tokens.gather(1, last.unsqueeze(1)).squeeze(1),
+            ended_eos=ended_eos,
+            healthy=verdict.healthy,
+            completed=lanes.active,
+        ),
+        keeps_pairs=shape.speculation,
+    )
+    model.target.commit(rows, emitted, model.store.groups)
+    if shape.speculation and model.drafter is not None:
+        absorb_accepted(model.drafter, model.store, rows, output.feedback, emitted)
+        committed = torch.where(emitted > 0, lanes.slots, model.store.request.null_slot)
+        save_tail(model.store, committed, row_at(output.feedback, last))
+    publish_boundary(model.store, lanes, rows, output, emitted)
+    return outcome, emitted
+
+
+def _emission(
+    shape: GraphShape,
+    inputs: RoundInputs,
+    candidates: Candidates,
+    verdict: Verdict,
+    emitted: Tensor,
+) -> Emission:
+    """Counts of the round; accepted is the chain's own count, before EOS and budget clipped it."""
+    planned = inputs.lanes
+    ran = emitted > 0
+    return Emission(
+        round_id=planned[:, LaneField.ROUND],
+        drafted=ran * shape.draft_tokens,
+        offered=ran * candidates.offered,
+        accepted=ran * verdict.accepted,
+        emitted=emitted,
+        copy_bits=_copy_bits(candidates, ran),
+        width=ran * shape.verify_width,
+        flags=(planned[:, LaneField.MASKED] > 0) * ran * Flag.MASKED,
+        tokens=verdict.tokens,
+    )
+
+
+def _copy_bits(candidates: Candidates, ran: Tensor) -> Tensor:
+    """Bit k = offered draft k was a copy."""
+    if candidates.copies is None:
+        return torch.zeros_like(candidates.offered)
+    depths = torch.arange(candidates.copies.shape[1], device=ran.device)
+    is_copy = (candidates.copies >= 0) & (depths < candidates.offered.unsqueeze(1))
+    return (is_copy * (1 << depths)).sum(1) * ran
+
+
+def is_round(shape: GraphShape) -> bool:
+    """Whether a shape names a decode or speculative round."""
+    return shape.kind in (GraphKind.DECODE, GraphKind.SPECULATIVE)

@@ -1,0 +1,202 @@
+"""Shapes, types and bytes of all persistent state, computed before anything is allocated
+(contract: M6).
+
+`allocations` is the single list that `plan` sums and `StateStore` allocates, so both cannot differ.
+
+Request state of one slot, int64 fields in the order of `Core`:
+
+    identity     UID EPOCH
+    mutable      PHASE PENDING CONSUMED GENERATED BUDGET COLUMN DRAFT_POSITION   written by programs
+    parameters   TOP_K KEYS[4] EOS[16]                                           written by SlotInit
+
+One gather reads a lane's whole row and one scatter writes its mutable part back. Row S is the null
+slot: phase EMPTY, all zero, page-table entries 0; padded, stale and finished lanes are redirected
+to it and leave it as it was.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from flare_ray.contracts.plan import MAX_EOS_IDS
+from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS
+from flare_ray.recipes.declaration import StateGroup, StateSpec
+from flare_ray.rng import RngDomain
+
+NUM_DOMAINS = len(RngDomain)
+
+
+class Core(enum.IntEnum):
+    """First column of each int64 field of a slot."""
+
+    UID = 0
+    EPOCH = 1
+    PHASE = 2
+    PENDING = 3
+    CONSUMED = 4
+    GENERATED = 5
+    BUDGET = 6
+    COLUMN = 7
+    DRAFT_POSITION = 8
+    TOP_K = 9
+    KEYS = 10
+    EOS = KEYS + NUM_DOMAINS
+
+
+CORE_FIELDS = Core.EOS + MAX_EOS_IDS
+MUTABLE = slice(Core.PHASE, Core.DRAFT_POSITION + 1)
+KEYS = slice(Core.KEYS, Core.KEYS + NUM_DOMAINS)
+EOS = slice(Core.EOS, CORE_FIELDS)
+NO_TOKEN = -1
+"""Fills unused EOS places: equal to no token id."""
+
+
+class Sampling(enum.IntEnum):
+    """Column of each float32 field of a slot."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+
+
+class Published(enum.IntEnum):
+    """Column of each int64 field that identifies a publication row."""
+
+    EPOCH = 0
+    CONSUMED = 1
+
+
+class Phase(enum.IntEnum):
+    """What a slot may do next. Rounds run READY slots, prefills run FILLING ones."""
+
+    EMPTY = 0
+    FILLING = 1
+    """Handed to a request whose prompt is not consumed yet."""
+    READY = 2
+    """A pending token exists and budget is left."""
+    ENDED = 3
+    """EOS, budget or non-finite logits: no program changes the slot until its next SlotInit."""
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8}
+
+
+@dataclass(frozen=True, slots=True)
+class StateLimits:
+    """Sizes every allocation follows from.
+
+    Attributes:
+        slots: S, concurrent requests; the null slot is index S.
+        num_pages: pages in the pool, the null page 0 included.
+        context_tokens: longest prompt plus output.
+        dtype: "float32" | "bfloat16", the activation type.
+        device: "cpu" | "cuda".
+        speculation: drafter groups and the feedback tail exist (contract: R6).
+        publication: publication rows exist (contract: M4).
+    """
+
+    slots: int
+    num_pages: int
+    context_tokens: int
+    dtype: str
+    device: str
+    speculation: bool
+    publication: bool = False
+
+    @property
+    def table_columns(self) -> int:
+        """Page-table entries of a slot: the context and the furthest rejected or drafted row."""
+        return pages_for(self.context_tokens + MAX_WIDTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """One tensor of persistent state.
+
+    owner: "page" = the page pool, "group" = per-slot recipe state, "request" = request state,
+    "publication" = publication rows. `name` is unique within its owner.
+    """
+
+    owner: Literal["page", "group", "request", "publication"]
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Exact size of the tensor."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold `tokens` positions."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def active_groups(spec: StateSpec, limits: StateLimits) -> tuple[StateGroup, ...]:
+    """Groups this engine allocates: the drafter's only where drafting is prepared."""
+    return tuple(g for g in spec.groups if limits.speculation or g.family == "target")
+
+
+def allocations(spec: StateSpec, limits: StateLimits) -> tuple[Allocation, ...]:
+    """Every persistent tensor of one rank, weights apart."""
+    rows = limits.slots + 1
+    groups = active_groups(spec, limits)
+    result = [_group_allocation(group, limits) for group in groups]
+    result += [
+        Allocation("request", "core", (rows, CORE_FIELDS), "int64"),
+        Allocation("request", "sampling", (rows, len(Sampling)), "float32"),
+        Allocation("request", "page_table", (rows, limits.table_columns), "int64"),
+    ]
+    if limits.speculation:
+        result.append(Allocation("request", "tail", (rows, spec.feedback_width), limits.dtype))
+    if limits.publication:
+        result += _publication(spec, limits, groups)
+    return tuple(result)
+
+
+def state_bytes(spec: StateSpec, limits: StateLimits) -> tuple[int, int]:
+    """Exact (page pool bytes, all other state bytes) of one rank."""
+    plan = allocations(spec, limits)
+    pages = sum(a.num_bytes for a in plan if a.owner == "page")
+    return pages, sum(a.num_bytes for a in plan) - pages
+
+
+def _dtype(group: StateGroup, limits: StateLimits) -> str:
+    return limits.dtype if group.dtype == "activation" else group.dtype
+
+
+def _group_allocation(group: StateGroup, limits: StateLimits) -> Allocation:
+    rows = limits.slots + 1
+    lead = {
+        "page": (limits.num_pages,),
+        "column": (rows, MAX_WIDTH),
+        "window": (rows, group.keep + MAX_WIDTH),
+        "ring": (rows, group.entries),
+        "row": (rows,),
+    }[group.kind]
+    owner: Literal["page", "group"] = "page" if group.kind == "page" else "group"
+    return Allocation(owner, group.name, (*lead, *group.shape), _dtype(group, limits))
+
+
+def published_shape(group: StateGroup) -> tuple[int, ...]:
+    """Shape of one slot's publication row of a group that lives per slot."""
+    lead = {"column": (), "window": (group.keep,), "ring": (group.entries,), "row": ()}[group.kind]
+    return (*lead, *group.shape)
+
+
+def _publication(
+    spec: StateSpec, limits: StateLimits, groups: tuple[StateGroup, ...]
+) -> Iterator[Allocation]:
+    rows = limits.slots + 1
+    for group in groups:
+        if group.kind != "page":
+            shape = (rows, *published_shape(group))
+            yield Allocation("publication", group.name, shape, _dtype(group, limits))
+    yield Allocation("publication", "published", (rows, len(Published)), "int64")
+    yield Allocation("publication", "tail", (rows, spec.feedback_width), limits.dtype)
+    yield Allocation("publication", "sampling_vector", (rows, spec.sampling_width), limits.dtype)
