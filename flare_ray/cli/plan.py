@@ -1,0 +1,131 @@
+"""`flare-ray plan`: bytes per rank and programs of an engine, from shapes alone, before anything is
+loaded or allocated (contract: M6, R10, G2)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.errors import CapacityError
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def plan_text(manifest: PreparedManifest) -> str:
+    """The plan as a person reads it."""
+    return "\n\n".join((_engine_text(manifest), _bytes_text(manifest), _programs_text(manifest)))
+
+
+def rank_bytes(manifest: PreparedManifest) -> int:
+    """All bytes of one rank."""
+    budget = manifest.budget
+    return (
+        budget.weights_bytes
+        + budget.page_bytes
+        + budget.state_bytes
+        + budget.graph_pool_bytes
+        + budget.scratch_bytes
+    )
+
+
+def rank_limit_bytes(manifest: PreparedManifest, given_gib: float | None) -> int:
+    """Memory that one rank may use: what the user says, else this machine's; 0 = unknown here."""
+    if given_gib is not None:
+        return int(given_gib * GIB)
+    if manifest.device == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available) // manifest.world_size
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, _total = torch.cuda.mem_get_info()
+    return int(free)
+
+
+def check_fit(manifest: PreparedManifest, rank_limit_bytes: int) -> str:
+    """One sentence that it fits.
+
+    Args:
+        rank_limit_bytes: memory that one rank may use.
+    Raises:
+        CapacityError: it does not; names the largest part and the settings that change it.
+    """
+    needed = rank_bytes(manifest)
+    if needed <= rank_limit_bytes:
+        return f"fits: {needed / GIB:.2f} of {rank_limit_bytes / GIB:.2f} GiB per rank"
+    parts = {name: count for name, count, _ in _parts(manifest)}
+    largest = max(parts, key=lambda name: parts[name])
+    raise CapacityError(
+        f"does not fit: one rank needs {needed / GIB:.2f} GiB "
+        f"({', '.join(f'{name} {count / GIB:.2f}' for name, count in parts.items())}), "
+        f"{rank_limit_bytes / GIB:.2f} GiB are available; {_ADVICE[largest]}"
+    )
+
+
+_ADVICE = {
+    "weights": "raise tensor_parallel_size",
+    "pages": "lower page_pool_tokens, context_tokens or concurrency",
+    "state": "lower concurrency",
+    "graph pool": "lower concurrency, prefill_tokens or speculation.token_capacity",
+    "scratch": "lower prefill_tokens, concurrency or speculation.token_capacity",
+}
+
+
+def _parts(manifest: PreparedManifest) -> tuple[tuple[str, int, str], ...]:
+    """Part, bytes, lifetime."""
+    budget = manifest.budget
+    return (
+        ("weights", budget.weights_bytes, "persistent"),
+        ("pages", budget.page_bytes, "persistent"),
+        ("state", budget.state_bytes, "persistent"),
+        ("graph pool", budget.graph_pool_bytes, "while programs exist"),
+        ("scratch", budget.scratch_bytes, "during a program"),
+    )
+
+
+def _engine_text(manifest: PreparedManifest) -> str:
+    ranks = manifest.world_size
+    drafts = f"up to {manifest.draft_tokens} drafts" if manifest.speculation else "no drafter"
+    threads = f", {manifest.threads} threads each" if manifest.threads else ""
+    return "\n".join(
+        (
+            f"{manifest.recipe}: {manifest.checkpoint_name}",
+            f"{ranks} rank{'s' if ranks > 1 else ''} on {manifest.device}, {manifest.dtype}"
+            f"{threads}",
+            f"{manifest.slots} requests of {manifest.context_tokens} tokens, "
+            f"{manifest.num_pages} pages of {manifest.page_tokens} tokens, {drafts}",
+        )
+    )
+
+
+def _bytes_text(manifest: PreparedManifest) -> str:
+    parts = _parts(manifest)
+    persistent = sum(count for _, count, lifetime in parts if lifetime == "persistent")
+    rows = [*parts[:3], ("persistent", persistent, "sum of the above"), *parts[3:]]
+    rows.append(("total", rank_bytes(manifest), "one rank"))
+    lines = ["bytes per rank"]
+    lines += [
+        f"  {name:<11}{count:>18,}  {count / MIB:>11,.1f} MiB  {lifetime}"
+        for name, count, lifetime in rows
+    ]
+    return "\n".join(lines)
+
+
+def _programs_text(manifest: PreparedManifest) -> str:
+    groups: dict[tuple[GraphKind, bool], list[GraphShape]] = defaultdict(list)
+    for shape in manifest.shapes:
+        groups[shape.kind, shape.speculation].append(shape)
+    lines = [f"programs: {len(manifest.shapes)}"]
+    for (kind, speculation), shapes in groups.items():
+        family = "absorbs drafter history" if speculation else "ordinary"
+        lines.append(f"  {kind.value}, {family}: {len(shapes)}")
+        # A round's token capacity is its width.
+        name = "tokens a lane" if kind is GraphKind.PREFILL else "widths"
+        for lanes in sorted({shape.batch_capacity for shape in shapes}):
+            sizes = sorted(s.token_capacity for s in shapes if s.batch_capacity == lanes)
+            lines.append(f"    lanes {lanes:>3}: {name} {' '.join(map(str, sizes))}")
+    return "\n".join(lines)
