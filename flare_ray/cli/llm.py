@@ -85,7 +85,7 @@ class LLM:
         # Called once: by `close`, or when the object is dropped, or at the interpreter's exit.
         self._shutdown = weakref.finalize(self, engine.shutdown, 0.0)
         try:
-            recipe = registry.recipe_named(engine.manifest.recipe)
+            recipe = registry.get(config.recipe or engine.manifest.recipe)
             self._codec = TextCodec(Path(config.checkpoint), recipe.chat)
             self._runner = Runner(engine, self._codec.token_bytes, config=config)
         except BaseException:

@@ -104,7 +104,7 @@ def draft_counts() -> str:
     return " ".join(
         f"{recipe.name}: {recipe.speculation.default_draft_tokens} by default, at most "
         f"{recipe.speculation.max_draft_tokens}."
-        for recipe in registry.RECIPES
+        for recipe in registry.recipes()
     )
 
 

@@ -224,7 +224,7 @@ def test_merge_reports_what_changed_and_keeps_its_argument():
 
 def test_draft_counts_name_every_recipe_with_default_and_maximum():
     text = draft_counts()
-    for recipe in registry.RECIPES:
+    for recipe in registry.recipes():
         counts = recipe.speculation
         assert f"{recipe.name}: {counts.default_draft_tokens} by default" in text
         assert f"at most {counts.max_draft_tokens}" in text
