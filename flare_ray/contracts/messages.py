@@ -57,7 +57,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
     Attributes:
         code: "invalid_request_error", "overloaded", "rank_failure", "cancelled", "deadline",
-            "nonfinite_logits".
+            "nonfinite_logits", "context_length_exceeded", "internal_error" (our own bug; the engine
+            has stopped).
         status: HTTP status if no response has been opened.
         retry_after_s: > 0 only for overload.
         emitted: whether any output had been made visible (a request without output may be retried

@@ -54,6 +54,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         ignore_eos: the checkpoint's EOS set does not end this request.
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
             consumer.
+        priority: lower runs earlier; arrival order among equals.
         deadline_s: seconds after arrival at which the request is ended with an error; 0 = none.
     """
 

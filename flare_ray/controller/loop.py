@@ -1,20 +1,58 @@
 """The controller: one thread that decides every round of one engine (contract: C1, T6, T7).
 
 It owns requests, slots, pages and widths; it owns no transport (`RankChannel`), no delivery
-(`OutputPort`) and no tensor.
+(`OutputPort`) and no tensor. One iteration, `step`:
+
+    receive commands -> end overdue requests -> admit -> plan and submit -> publish
+    -> harvest the oldest round
+
+Publication comes after submission so that the ranks already run the next round while consumers are
+told about the last one.
 """
 
 from __future__ import annotations
 
+import heapq
+import logging
+import threading
+from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.messages import Failed
+from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.contracts.request import GenerationRequest
-from flare_ray.controller.ports import OutputPort, RankChannel
+from flare_ray.controller.admission import Admission, AdmissionLimits
+from flare_ray.controller.catalog import serve_selection
+from flare_ray.controller.cohort import Planner, SubmittedRound
+from flare_ray.controller.harvest import Harvester
+from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.meters import Meters
+from flare_ray.controller.paging.pool import PagePool
+from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
+from flare_ray.controller.publication import Publisher
+from flare_ray.controller.stops import OutputStops
+from flare_ray.controller.verification import AdaptivePolicy, FixedPolicy, VerificationPolicy
+from flare_ray.errors import (
+    ConfigError,
+    ContractViolation,
+    InvalidRequest,
+    Overloaded,
+    RankFailure,
+)
 from flare_ray.metrics.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 1.0
+"""Longest sleep of an idle loop; commands wake it earlier."""
+CLIENT_GONE = 499
+GATEWAY_TIMEOUT = 504
+UNAVAILABLE = 503
 
 
 class ControllerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +109,50 @@ class Controller:
         token_bytes: Sequence[bytes],
         recorder: Recorder,
     ) -> None:
-        raise NotImplementedError
+        if config.speculation.history_drafts:
+            raise ConfigError("speculation.history_drafts: no recipe offers copied drafts yet")
+        if len(manifest.eos_ids) > MAX_EOS_IDS:
+            raise ConfigError(
+                f"the checkpoint has {len(manifest.eos_ids)} terminal tokens, a slot holds at most "
+                f"{MAX_EOS_IDS}"
+            )
+        if len(token_bytes) < manifest.vocab_size:
+            raise ConfigError(
+                f"token_bytes covers {len(token_bytes)} of {manifest.vocab_size} token ids; build "
+                "it with the model's vocabulary size"
+            )
+        catalog = serve_selection(manifest, config)
+        limits = _limits(manifest, config, catalog.max_width)
+        self._clock = recorder.clock
+        self._channel = channel
+        self._queue_depth = config.queue_depth
+        self._eos_ids = frozenset(manifest.eos_ids)
+        self._token_bytes = token_bytes
+        self._pool = PagePool(manifest.num_pages)
+        self._admission = Admission(limits, self._pool, catalog.slots)
+        self._policy = _policy(config, catalog.max_width)
+        eager = config.eager or manifest.device == "cpu"
+        self._planner = Planner(
+            self._admission, catalog, self._policy, eos_ids=manifest.eos_ids, eager=eager
+        )
+        self._publisher = Publisher(output, recorder)
+        self._meters = Meters(recorder, self._admission)
+        self._harvester = Harvester(self._publisher, self._policy, self._meters)
+        self._in_flight: deque[SubmittedRound] = deque()
+        self._requests: dict[str, LiveRequest] = {}
+        self._deadlines: list[tuple[int, int, str]] = []
+        self._next_uid = 1
+        self._rounds = 0
+        self._last_progress_ns = self._clock()
+        self._is_clean = True
+        # Shared with submitting threads, guarded by the lock.
+        self._lock = threading.Lock()
+        self._commands: deque[_Command] = deque()
+        self._live_ids: set[str] = set()
+        self._stopping: Literal["", "drain", "now"] = ""
+        self._fatal: RankFailure | ContractViolation | None = None
+
+    # Any thread.
 
     def submit(self, request: GenerationRequest) -> None:
         """Hand over a request; the first item sent for it is `Admitted` or `Failed`.
@@ -79,12 +160,30 @@ class Controller:
         Thread-safe, never blocks on a round.
 
         Raises:
-            InvalidRequest: a live request has the same id (no item is sent: it would reach the
-                other request's stream).
-            Overloaded: the controller is stopping (status 503).
+            InvalidRequest: a live request has the same id, status 409 (no item is sent: it would
+                reach the other request's stream).
+            Overloaded: the controller is stopping, status 503.
             RankFailure: the engine has failed before; sticky.
+            ContractViolation: the engine has stopped over its own bug before; sticky.
         """
-        raise NotImplementedError
+        with self._lock:
+            if self._fatal is not None:
+                raise self._fatal
+            if self._stopping:
+                raise Overloaded(
+                    "the engine is shutting down; retry on another replica",
+                    retry_after_s=self._admission.limits.retry_after_s,
+                    status=UNAVAILABLE,
+                )
+            if request.request_id in self._live_ids:
+                raise InvalidRequest(
+                    f"request id {request.request_id!r} belongs to a live request; choose another",
+                    param="request_id",
+                    status=409,
+                )
+            self._live_ids.add(request.request_id)
+            self._commands.append(_Command(request.request_id, request, self._clock()))
+        self._channel.wake()
 
     def cancel(self, request_id: str) -> None:
         """End a request with `Failed(code="cancelled")`; slot and pages are free at the next round
@@ -92,28 +191,259 @@ class Controller:
 
         Thread-safe and idempotent; an unknown or finished id is no error.
         """
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Run the loop until `stop` or a fatal failure; the failure is in `stats().fatal`."""
-        raise NotImplementedError
-
-    def step(self, timeout_s: float) -> bool:
-        """One iteration, waiting at most `timeout_s` for a round.
-
-        Returns:
-            Whether a command was taken, a plan submitted or a round harvested.
-        """
-        raise NotImplementedError
+        with self._lock:
+            if request_id not in self._live_ids:
+                return
+            self._commands.append(_Command(request_id, None, 0))
+        self._channel.wake()
 
     def stop(self, *, drain: bool) -> None:
         """Refuse new requests and end `run`: once live requests have ended if `drain`, else now.
 
         Without drain every live request gets `Failed(code="cancelled", status=503)`. Returns at
-        once; join the thread that called `run`.
+        once; join the thread that called `run`. A second call may turn a drain into a stop.
         """
-        raise NotImplementedError
+        with self._lock:
+            self._stopping = "drain" if drain and self._stopping != "now" else "now"
+        self._channel.wake()
 
     def stats(self) -> ControllerStats:
         """Counts that were true at some moment during the call; any thread."""
-        raise NotImplementedError
+        return ControllerStats(
+            running=len(self._admission.running),
+            waiting=len(self._admission.waiting),
+            free_pages=self._pool.free_pages,
+            total_pages=self._pool.total_pages,
+            rounds=self._rounds,
+            last_progress_ns=self._last_progress_ns,
+            pending_work=bool(self._live_ids),
+            fatal=str(self._fatal) if self._fatal is not None else "",
+        )
+
+    # The controller's thread.
+
+    def run(self) -> None:
+        """Run the loop until `stop` or a fatal failure; the failure is in `stats().fatal`."""
+        while self._fatal is None and not self._is_done():
+            self.step(MAX_WAIT_S)
+        if self._fatal is None:
+            self._end_all("cancelled", UNAVAILABLE, "the engine is shutting down")
+
+    def step(self, timeout_s: float) -> bool:
+        """One iteration, waiting at most `timeout_s` for a round.
+
+        A failure of the ranks or of our own ends every live request and is kept; further steps
+        do nothing.
+
+        Returns:
+            Whether a command was taken, a plan submitted, an item sent or a round harvested.
+        """
+        if self._fatal is not None:
+            return False
+        try:
+            return self._iterate(timeout_s)
+        except RankFailure as failure:
+            cause = f"rank {failure.rank} in round {failure.round_id}: {failure}"
+            self._fail(failure, "rank_failure", f"the engine has stopped, {cause}")
+        except Exception as error:
+            logger.exception("controller stopped in round %d", self._rounds)
+            violation = ContractViolation(f"the controller has stopped: {error!r}")
+            self._fail(violation, "internal_error", str(violation))
+        return True
+
+    def _iterate(self, timeout_s: float) -> bool:
+        acted = self._receive()
+        self._expire()
+        self._admit()
+        acted |= self._submit_rounds()
+        acted |= self._publisher.flush(self._clock(), self._rounds)
+        if acted:
+            self._meters.sample()
+        self._check_when_idle()
+        result = self._channel.receive(self._wait_s(timeout_s))
+        if result is not None:
+            self._harvest(result)
+        return acted or result is not None
+
+    def _receive(self) -> bool:
+        """Take the commands of other threads, in order."""
+        acted = False
+        while self._commands:
+            command = self._commands.popleft()
+            acted = True
+            if command.request is not None:
+                self._accept(command.request, command.arrival_ns)
+            elif (live := self._requests.get(command.request_id)) is not None:
+                self._end_failed(live, "cancelled", CLIENT_GONE, "the request was cancelled")
+        return acted
+
+    def _accept(self, request: GenerationRequest, arrival_ns: int) -> None:
+        deadline_ns = arrival_ns + round(request.deadline_s * 1e9) if request.deadline_s else 0
+        stops = OutputStops(request, self._eos_ids, self._token_bytes)
+        live = LiveRequest(request, self._next_uid, arrival_ns, deadline_ns, stops)
+        self._next_uid += 1
+        try:
+            self._admission.enqueue(live)
+        except (InvalidRequest, Overloaded) as refusal:
+            self._forget_id(live)
+            self._publisher.refused(live, _refusal(request, refusal))
+            return
+        if not self._requests:
+            self._last_progress_ns = self._clock()
+        self._requests[request.request_id] = live
+        if deadline_ns:
+            heapq.heappush(self._deadlines, (deadline_ns, live.uid, request.request_id))
+        self._publisher.admitted(live)
+        # At once, so that the queue's bound counts only those who really wait.
+        self._admit()
+
+    def _expire(self) -> None:
+        """End requests whose deadline has passed."""
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, uid, request_id = heapq.heappop(self._deadlines)
+            live = self._requests.get(request_id)
+            if live is not None and live.uid == uid:
+                message = f"the request did not finish within {live.request.deadline_s:g} s"
+                self._end_failed(live, "deadline", GATEWAY_TIMEOUT, message)
+
+    def _admit(self) -> None:
+        now_ns = self._clock()
+        for live in self._admission.admit():
+            self._meters.admitted(live, now_ns)
+
+    def _submit_rounds(self) -> bool:
+        """Fill the queue of rounds; whether anything was submitted."""
+        submitted = False
+        while len(self._in_flight) < self._queue_depth:
+            started_ns = self._clock()
+            planned = self._planner.next_round(started_ns)
+            if planned is None:
+                break
+            self._channel.submit(planned.plan)
+            self._in_flight.append(planned)
+            self._meters.submitted(planned, self._clock())
+            submitted = True
+        return submitted
+
+    def _harvest(self, result: RoundResult) -> None:
+        if not self._in_flight:
+            raise ContractViolation(f"round {result.round_id} was answered, none is in flight")
+        now_ns = self._clock()
+        planned = self._in_flight.popleft()
+        for live, end in self._harvester.fold(planned, result, now_ns):
+            if isinstance(end, Failed):
+                self._publisher.failed(live, end)
+            else:
+                self._publisher.finished(live, end, now_ns)
+            self._release(live)
+        for live in planned.lanes:
+            self._admission.retire(live)
+        self._rounds += 1
+        self._last_progress_ns = now_ns
+
+    # Ends.
+
+    def _end_failed(self, live: LiveRequest, code: str, status: int, message: str) -> None:
+        failure = Failed(
+            live.request.request_id, code, message, status=status, emitted=live.emitted
+        )
+        self._publisher.failed(live, failure)
+        self._release(live)
+
+    def _release(self, live: LiveRequest) -> None:
+        """Forget an ended request; its slot and pages follow when its rounds have drained."""
+        del self._requests[live.request.request_id]
+        self._planner.forget(live)
+        self._admission.end(live)
+        self._forget_id(live)
+
+    def _forget_id(self, live: LiveRequest) -> None:
+        with self._lock:
+            self._live_ids.discard(live.request.request_id)
+
+    def _fail(self, failure: RankFailure | ContractViolation, code: str, message: str) -> None:
+        """End everything over a failure; no round runs hereafter."""
+        with self._lock:
+            self._fatal = failure
+        self._meters.fatal()
+        self._in_flight.clear()
+        for live in self._requests.values():
+            live.in_flight.clear()
+        self._end_all(code, UNAVAILABLE, message)
+
+    def _end_all(self, code: str, status: int, message: str) -> None:
+        """One `Failed` for every live request, and for those still among the commands."""
+        with self._lock:
+            self._stopping = "now"
+        self._receive()
+        for live in list(self._requests.values()):
+            self._end_failed(live, code, status, message)
+        self._publisher.flush(self._clock(), self._rounds)
+        self._meters.sample()
+
+    def _is_done(self) -> bool:
+        if self._stopping == "drain":
+            return not self._live_ids and not self._in_flight
+        return self._stopping == "now"
+
+    # Waiting.
+
+    def _wait_s(self, timeout_s: float) -> float:
+        """How long to wait for a round: until the next heartbeat or deadline at most."""
+        due_ns = self._publisher.next_heartbeat_ns
+        if self._deadlines:
+            due_ns = min(due_ns, self._deadlines[0][0])
+        return min(timeout_s, max(0.0, (due_ns - self._clock()) / 1e9))
+
+    def _check_when_idle(self) -> None:
+        """Once per idle period: every page is accounted for, and nobody holds any."""
+        if self._requests or self._in_flight:
+            self._is_clean = False
+        elif not self._is_clean:
+            self._pool.check_integrity()
+            if not self._pool.is_untouched:
+                raise ContractViolation("pages are held although no request is live")
+            self._is_clean = True
+
+
+class _Command(msgspec.Struct, frozen=True):
+    """A request to accept, or (request None) an id to cancel."""
+
+    request_id: str
+    request: GenerationRequest | None
+    arrival_ns: int
+
+
+def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) -> AdmissionLimits:
+    context_tokens = min(manifest.context_tokens, config.context_tokens)
+    max_prompt_tokens = config.admission.max_prompt_tokens
+    if max_prompt_tokens is None or max_prompt_tokens >= context_tokens:
+        max_prompt_tokens = context_tokens - 1
+    return AdmissionLimits(
+        context_tokens=context_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        vocab_size=manifest.vocab_size,
+        max_waiting=config.admission.max_waiting,
+        retry_after_s=config.admission.retry_after_s,
+        slack_tokens=(config.queue_depth - 1) * (max_width - 1),
+    )
+
+
+def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
+    if config.speculation.policy == "fixed":
+        return FixedPolicy(config.speculation.fixed_width or max_width)
+    return AdaptivePolicy()
+
+
+def _refusal(request: GenerationRequest, error: InvalidRequest | Overloaded) -> Failed:
+    if isinstance(error, Overloaded):
+        return Failed(
+            request.request_id,
+            "overloaded",
+            str(error),
+            status=error.status,
+            retry_after_s=error.retry_after_s,
+        )
+    return Failed(
+        request.request_id, error.code, str(error), status=error.status, param=error.param
+    )

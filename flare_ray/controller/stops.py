@@ -170,10 +170,10 @@ class OutputStops:
         best: _Pattern | None = None
         best_end = len(chunk) + 1
         for pattern in self._patterns:
-            end = pattern.scan(chunk)
+            length = pattern.scan(chunk)
             longer = best is not None and len(pattern.text) > len(best.text)
-            if end and (end < best_end or (end == best_end and longer)):
-                best, best_end = pattern, end
+            if length and (length < best_end or (length == best_end and longer)):
+                best, best_end = pattern, length
         if best is None:
             return None
         stop_end = start + best_end

@@ -1,0 +1,195 @@
+"""Who gets in: validation against the engine, the bounded queue, slots and page reservations
+(contract: C1).
+
+Order: lower `priority` first, arrival order among equals. The head of the queue waits until a slot
+is free and the pool can promise its worst case; nobody overtakes it, so a long request is never
+starved by short ones. A request that was accepted into the queue keeps its place.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import deque
+from dataclasses import dataclass
+
+from flare_ray.contracts.request import GenerationRequest
+from flare_ray.controller.live import LiveRequest, Phase
+from flare_ray.controller.paging.pool import PagePool, pages_for
+from flare_ray.errors import ContractViolation, InvalidRequest, Overloaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """Numbers a request is held against.
+
+    Attributes:
+        context_tokens: longest prompt plus output.
+        max_prompt_tokens: longest prompt.
+        vocab_size: token ids lie below it.
+        max_waiting: requests that may wait.
+        retry_after_s: told to a refused client.
+        slack_tokens: positions that a second queued round may touch beyond the last one that can
+            be committed (contract: M1).
+    """
+
+    context_tokens: int
+    max_prompt_tokens: int
+    vocab_size: int
+    max_waiting: int
+    retry_after_s: float
+    slack_tokens: int
+
+    def worst_case_pages(self, request: GenerationRequest) -> int:
+        """Pages the request can come to touch.
+
+        The last generated token stays pending, so prompt + max_tokens - 1 positions are committed
+        at most; beyond the context's own pages no lane is offered a draft.
+        """
+        tokens = len(request.prompt_tokens) + request.max_tokens - 1 + self.slack_tokens
+        return min(pages_for(tokens), pages_for(self.context_tokens))
+
+    def check(self, request: GenerationRequest, total_pages: int) -> None:
+        """Refuse what this engine can never run.
+
+        Raises:
+            InvalidRequest: with the numbers that do not fit.
+        """
+        prompt = len(request.prompt_tokens)
+        if not prompt:
+            raise InvalidRequest("the prompt has no tokens", param="prompt")
+        if prompt > self.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens, this engine takes at most "
+                f"{self.max_prompt_tokens}; shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens must be at least 1, got {request.max_tokens}", param="max_tokens"
+            )
+        if prompt + request.max_tokens > self.context_tokens:
+            raise InvalidRequest(
+                f"the prompt's {prompt} tokens and max_tokens {request.max_tokens} exceed the "
+                f"context of {self.context_tokens} tokens; shorten one of them",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if min(request.prompt_tokens) < 0 or max(request.prompt_tokens) >= self.vocab_size:
+            raise InvalidRequest(
+                f"prompt token ids must lie in 0..{self.vocab_size - 1}", param="prompt"
+            )
+        if b"" in request.stop:
+            raise InvalidRequest("a stop string must not be empty", param="stop")
+        pages = self.worst_case_pages(request)
+        if pages > total_pages:
+            raise InvalidRequest(
+                f"the request may need {pages} pages, the pool has {total_pages}; shorten it or "
+                "raise page_pool_tokens",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+class SlotTable:
+    """Free slots and the generation of each (contract: T6)."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = deque(range(slots))
+        self._epochs = [0] * slots
+
+    @property
+    def free(self) -> int:
+        """Slots nobody holds."""
+        return len(self._free)
+
+    def take(self) -> tuple[int, int]:
+        """A free slot, longest unused first, and its new epoch."""
+        slot = self._free.popleft()
+        self._epochs[slot] += 1
+        return slot, self._epochs[slot]
+
+    def give_back(self, slot: int) -> None:
+        """Make a slot free; only after every round that references it has been harvested."""
+        if slot in self._free:
+            raise ContractViolation(f"slot {slot} was given back twice")
+        self._free.append(slot)
+
+
+class Admission:
+    """The queue in front of the slots, and the resources behind them.
+
+    Attributes:
+        waiting: the queue, next one first.
+        running: holders of a slot that have not ended, in order of admission.
+    """
+
+    def __init__(self, limits: AdmissionLimits, pool: PagePool, slots: int) -> None:
+        self.limits = limits
+        self.pool = pool
+        self.slots = SlotTable(slots)
+        self.waiting: list[LiveRequest] = []
+        self.running: dict[int, LiveRequest] = {}
+
+    def enqueue(self, live: LiveRequest) -> None:
+        """Check a new request and queue it.
+
+        Raises:
+            InvalidRequest: this engine can never run it.
+            Overloaded: the queue is full (and the request could not get a slot at once).
+        """
+        self.limits.check(live.request, self.pool.total_pages)
+        bisect.insort(self.waiting, live, key=_queue_key)
+        if len(self.waiting) <= self.limits.max_waiting or self._would_run_now(live):
+            return
+        self.waiting.remove(live)
+        raise Overloaded(
+            f"{len(self.waiting)} requests are waiting, at most {self.limits.max_waiting} may; "
+            f"retry in {self.limits.retry_after_s:g} s",
+            retry_after_s=self.limits.retry_after_s,
+        )
+
+    def _would_run_now(self, live: LiveRequest) -> bool:
+        """Whether everybody in the queue through `live` finds a slot and pages."""
+        place = self.waiting.index(live)
+        if place >= self.slots.free:
+            return False
+        ahead = self.waiting[: place + 1]
+        needed = sum(self.limits.worst_case_pages(other.request) for other in ahead)
+        return needed <= self.pool.free_pages
+
+    def admit(self) -> list[LiveRequest]:
+        """Move requests from the head of the queue into slots while slots and pages last."""
+        admitted = []
+        while self.waiting and self.slots.free:
+            live = self.waiting[0]
+            pages = self.limits.worst_case_pages(live.request)
+            if not self.pool.reserve(live.uid, pages):
+                break
+            del self.waiting[0]
+            live.slot, live.epoch = self.slots.take()
+            live.reserved_pages = pages
+            live.phase = Phase.PREFILL
+            self.running[live.uid] = live
+            admitted.append(live)
+        return admitted
+
+    def end(self, live: LiveRequest) -> None:
+        """Take a request out; its slot and pages return once no queued round references them."""
+        if live.phase is Phase.WAITING:
+            self.waiting.remove(live)
+        else:
+            del self.running[live.uid]
+        live.phase = Phase.ENDED
+        self.retire(live)
+
+    def retire(self, live: LiveRequest) -> None:
+        """Return an ended request's resources if its rounds have drained (contract: T7)."""
+        if live.phase is Phase.ENDED and not live.in_flight and live.slot >= 0:
+            self.pool.release(live.uid)
+            self.slots.give_back(live.slot)
+            live.slot = -1
+
+
+def _queue_key(live: LiveRequest) -> tuple[int, int]:
+    return live.request.priority, live.uid

@@ -1,0 +1,115 @@
+"""Which prepared programs this engine serves with, and which of them fit a cohort (contract: G1,
+G2, G5, R6). Pure functions over shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flare_ray.config import EngineConfig
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCatalog:
+    """The selected programs.
+
+    Attributes:
+        prefill: prefill programs, smallest batch capacity first.
+        rounds: decode or speculative programs; sorted by batch capacity, then width.
+        slots: requests served together.
+        max_width: largest width of `rounds`.
+    """
+
+    prefill: tuple[GraphShape, ...]
+    rounds: tuple[GraphShape, ...]
+    slots: int
+    max_width: int
+
+    @property
+    def max_lanes(self) -> int:
+        """Lanes of the largest round."""
+        return self.rounds[-1].batch_capacity
+
+    def candidates(self, lanes: int) -> tuple[GraphShape, ...]:
+        """For each width the smallest program that holds `lanes` (1 .. max_lanes), width one
+        first."""
+        by_width: dict[int, GraphShape] = {}
+        for shape in self.rounds:
+            if shape.batch_capacity >= lanes:
+                by_width.setdefault(shape.verify_width, shape)
+        return tuple(by_width[width] for width in sorted(by_width))
+
+
+def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedCatalog:
+    """Select the programs of one family that the settings allow.
+
+    `draft_tokens: 0` serves the ordinary family where it was prepared, width-one speculative
+    rounds where it was not (they still absorb).
+
+    Raises:
+        ConfigError: nothing prepared fits, or a setting asks for more than was prepared.
+    """
+    speculation = _serves_speculative(manifest, config)
+    kind = GraphKind.SPECULATIVE if speculation else GraphKind.DECODE
+    widths = _widths(manifest, config, kind)
+    rounds = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
+    rounds.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
+    prefill = [
+        shape
+        for shape in manifest.shapes
+        if shape.kind is GraphKind.PREFILL and shape.speculation is speculation
+    ]
+    prefill.sort(key=lambda shape: shape.batch_capacity)
+    if not prefill or not any(shape.verify_width == 1 for shape in rounds):
+        family = "speculative" if speculation else "ordinary"
+        raise ConfigError(
+            f"speculation.families: the {family} family was not prepared (it needs a prefill "
+            "program and rounds of width one); prepare it or select the other family"
+        )
+    narrow = max(shape.batch_capacity for shape in rounds if shape.verify_width == 1)
+    if narrow < rounds[-1].batch_capacity:
+        raise ConfigError(
+            f"rounds of {rounds[-1].batch_capacity} lanes were prepared, at width one only through "
+            f"{narrow}; prepare width one for every batch capacity"
+        )
+    slots = min(manifest.slots, config.concurrency)
+    max_width = max(shape.verify_width for shape in rounds)
+    return ServedCatalog(tuple(prefill), tuple(rounds), slots, max_width)
+
+
+def _serves_speculative(manifest: PreparedManifest, config: EngineConfig) -> bool:
+    families = config.speculation.families
+    if families != "both":
+        return families == "speculative"
+    if config.speculation.draft_tokens == 0:
+        has_ordinary = any(shape.kind is GraphKind.DECODE for shape in manifest.shapes)
+        return manifest.speculation and not has_ordinary
+    return manifest.speculation
+
+
+def _widths(manifest: PreparedManifest, config: EngineConfig, kind: GraphKind) -> set[int]:
+    prepared = {shape.verify_width for shape in manifest.shapes if shape.kind is kind}
+    settings = config.speculation
+    wanted = prepared
+    if settings.widths is not None and kind is GraphKind.SPECULATIVE:
+        wanted = set(settings.widths)
+        if not wanted <= prepared:
+            raise ConfigError(
+                f"speculation.widths: {sorted(wanted - prepared)} were not prepared; prepared are "
+                f"{sorted(prepared)}"
+            )
+    if settings.draft_tokens is not None:
+        if kind is GraphKind.SPECULATIVE and settings.draft_tokens > manifest.draft_tokens:
+            raise ConfigError(
+                f"speculation.draft_tokens: {settings.draft_tokens} drafts were asked for, at most "
+                f"{manifest.draft_tokens} were prepared"
+            )
+        wanted = {width for width in wanted if width <= settings.draft_tokens + 1}
+    if settings.fixed_width is not None and settings.fixed_width not in wanted:
+        raise ConfigError(
+            f"speculation.fixed_width: width {settings.fixed_width} is not among those served, "
+            f"{sorted(wanted)}"
+        )
+    return wanted

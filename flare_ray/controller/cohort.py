@@ -1,0 +1,203 @@
+"""Which program runs next, with which lanes (contract: C1, T6).
+
+Turns: when both prompts and decoding requests have work, prefill and rounds alternate; so neither
+waits longer than one program of the other. Prompts take turns among themselves, a chunk each, so a
+long prompt delays a short one by one chunk at a time. Decoding requests all share the round; if
+there are more than a round has lanes, those that waited longest go first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
+from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
+from flare_ray.controller.admission import Admission
+from flare_ray.controller.catalog import ServedCatalog
+from flare_ray.controller.live import LiveRequest, Phase
+from flare_ray.controller.paging.pool import pages_for
+from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
+
+PROGRAM_OVERHEAD_ROWS = 32
+"""Fixed cost of a prefill program in rows, for weighing one wide program against several narrow
+ones. A guess: the two differ little where it matters."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedRound:
+    """A planned program and the requests behind its lanes, in plan order.
+
+    Attributes:
+        decision: why the width was chosen; None for a prefill.
+        started_ns: when its planning began.
+    """
+
+    plan: RoundPlan
+    lanes: tuple[LiveRequest, ...]
+    decision: Decision | None
+    started_ns: int
+
+
+class Planner:
+    """Builds round plans from the running requests; mutates their progress as planned."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        catalog: ServedCatalog,
+        policy: VerificationPolicy,
+        *,
+        eos_ids: tuple[int, ...],
+        eager: bool,
+    ) -> None:
+        self._admission = admission
+        self._catalog = catalog
+        self._policy = policy
+        self._eos_ids = eos_ids
+        self._eager = eager
+        self._next_round = 0
+        self._prefill_was_last = False
+        self._last_round_of: dict[int, int] = {}
+        self._table_pages = pages_for(admission.limits.context_tokens + MAX_WIDTH)
+
+    def next_round(self, now_ns: int) -> SubmittedRound | None:
+        """The next program, or None if nobody has work for one."""
+        running = self._admission.running.values()
+        prompts = [live for live in running if live.phase is Phase.PREFILL]
+        decoding = [live for live in running if live.may_decode]
+        if not prompts and not decoding:
+            return None
+        self._prefill_was_last = bool(prompts) and not (decoding and self._prefill_was_last)
+        if self._prefill_was_last:
+            plan, lanes = self._plan_prefill(prompts)
+            decision = None
+        else:
+            plan, lanes = self._plan_round(decoding)
+            decision = self._policy.decision()
+        self._next_round += 1
+        return SubmittedRound(plan, lanes, decision, now_ns)
+
+    def forget(self, live: LiveRequest) -> None:
+        """The request has ended."""
+        self._policy.forget(live.uid)
+        self._last_round_of.pop(live.uid, None)
+
+    # Prefill.
+
+    def _plan_prefill(
+        self, prompts: list[LiveRequest]
+    ) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
+        prompts.sort(key=lambda live: live.last_chunk_round)
+        shape = self._prefill_shape(prompts)
+        chosen = tuple(prompts[: shape.batch_capacity])
+        inits = tuple(self._slot_init(live) for live in chosen if not live.planned_tokens)
+        grants: list[PageGrant] = []
+        lanes = []
+        most_pages = 0
+        for live in chosen:
+            start = live.planned_tokens
+            end = start + min(live.prompt_left, shape.token_capacity)
+            self._grant(live, end, grants)
+            most_pages = max(most_pages, pages_for(end))
+            final = end == len(live.request.prompt_tokens)
+            tokens = live.request.prompt_tokens[start:end]
+            lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final))
+            live.planned_tokens = end
+            live.last_chunk_round = self._next_round
+            live.in_flight.append(0)
+            if final:
+                live.phase = Phase.DECODE
+        plan = RoundPlan(
+            round_id=self._next_round,
+            shape=shape,
+            inits=inits,
+            grants=tuple(grants),
+            prefill=tuple(lanes),
+            context_pages=most_pages,
+        )
+        return plan, chosen
+
+    def _prefill_shape(self, prompts: list[LiveRequest]) -> GraphShape:
+        """The program with the most useful rows for its time; the head of `prompts` is always in.
+
+        A captured program runs all its rows, an eager one as many per lane as its longest chunk.
+        """
+        best, best_rate = self._catalog.prefill[0], 0.0
+        for shape in self._catalog.prefill:
+            chunks = [
+                min(live.prompt_left, shape.token_capacity)
+                for live in prompts[: shape.batch_capacity]
+            ]
+            longest = max(chunks) if self._eager else shape.token_capacity
+            rows = shape.batch_capacity * longest + PROGRAM_OVERHEAD_ROWS
+            rate = sum(chunks) / rows
+            if rate > best_rate:
+                best, best_rate = shape, rate
+        return best
+
+    def _slot_init(self, live: LiveRequest) -> SlotInit:
+        request, sampling = live.request, live.request.sampling
+        return SlotInit(
+            slot=live.slot,
+            epoch=live.epoch,
+            uid=live.uid,
+            seed=sampling.seed,
+            budget=request.max_tokens,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            eos_ids=() if request.ignore_eos else self._eos_ids,
+        )
+
+    # Rounds.
+
+    def _plan_round(self, decoding: list[LiveRequest]) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
+        if len(decoding) > self._catalog.max_lanes:
+            decoding.sort(key=lambda live: self._last_round_of.get(live.uid, -1))
+            del decoding[self._catalog.max_lanes :]
+        ceilings = [self._ceiling(live) for live in decoding]
+        cohort = Cohort(
+            tuple(
+                CohortLane(live.uid, ceiling)
+                for live, ceiling in zip(decoding, ceilings, strict=True)
+            )
+        )
+        shape = self._policy.choose(cohort, self._catalog.candidates(len(decoding)))
+        grants: list[PageGrant] = []
+        lanes = []
+        most_tokens = 0
+        for live, ceiling in zip(decoding, ceilings, strict=True):
+            drafts = min(ceiling, shape.draft_tokens)
+            bound = live.consumed_bound
+            self._grant(live, bound + drafts + 1, grants)
+            most_tokens = max(most_tokens, bound + shape.verify_width)
+            lanes.append(LanePlan(live.slot, live.epoch, drafts))
+            live.in_flight.append(drafts + 1)
+            self._last_round_of[live.uid] = self._next_round
+        plan = RoundPlan(
+            round_id=self._next_round,
+            shape=shape,
+            grants=tuple(grants),
+            lanes=tuple(lanes),
+            context_pages=min(pages_for(most_tokens), self._table_pages),
+        )
+        return plan, tuple(decoding)
+
+    def _ceiling(self, live: LiveRequest) -> int:
+        """Most drafts that can be of use and whose positions are reserved (contract: C5, M1).
+
+        One token fewer than the budget, since the target's own sample is emitted too. A lane that
+        may have passed its reservation has ended by then, or has room for its pending token.
+        """
+        room = live.reserved_pages * PAGE_TOKENS - 1 - live.consumed_bound
+        return max(0, min(self._catalog.max_width - 1, live.budget_bound - 1, room))
+
+    def _grant(self, live: LiveRequest, end: int, grants: list[PageGrant]) -> None:
+        """Cover positions below `end` with pages of the request's reservation."""
+        pages = min(pages_for(end), live.reserved_pages)
+        missing = pages - live.granted_pages
+        if missing > 0:
+            page_ids = self._admission.pool.grant(live.uid, missing)
+            grants.append(PageGrant(live.slot, live.granted_pages, page_ids))
+            live.granted_pages = pages

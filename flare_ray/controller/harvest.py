@@ -1,0 +1,92 @@
+"""From completion records to requests: counters, visible output, ends (contract: T3, T5, T6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flare_ray.contracts.messages import Failed
+from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.controller.cohort import SubmittedRound
+from flare_ray.controller.live import LiveRequest, Phase
+from flare_ray.controller.meters import Meters
+from flare_ray.controller.ports import RoundResult
+from flare_ray.controller.publication import Publisher
+from flare_ray.controller.stops import End
+from flare_ray.controller.verification import CompletedRound, VerificationPolicy
+from flare_ray.errors import ContractViolation
+
+
+class Harvester:
+    """Folds finished rounds into their requests."""
+
+    def __init__(self, publisher: Publisher, policy: VerificationPolicy, meters: Meters) -> None:
+        self._publisher = publisher
+        self._policy = policy
+        self._meters = meters
+        self._last_harvest_ns = 0
+
+    def fold(
+        self, planned: SubmittedRound, result: RoundResult, now_ns: int
+    ) -> Iterator[tuple[LiveRequest, End | Failed]]:
+        """Update every lane's request; yields those that have ended, and how.
+
+        A lane of a request that the host has ended meanwhile is dead, whatever it reports.
+
+        Raises:
+            ContractViolation: the records are not those of `planned`, or a device's view of a live
+                request differs from the host's.
+        """
+        plan = planned.plan
+        if result.round_id != plan.round_id or len(result.lanes) != len(planned.lanes):
+            raise ContractViolation(
+                f"round {result.round_id} with {len(result.lanes)} records answers round "
+                f"{plan.round_id} with {len(planned.lanes)} lanes"
+            )
+        cost_ns = now_ns - max(self._last_harvest_ns, planned.started_ns)
+        self._last_harvest_ns = now_ns
+        if not plan.prefill:
+            self._policy.observe(CompletedRound(plan.shape, result.lanes), cost_ns)
+        self._meters.harvested(planned, result, cost_ns)
+        for live, record in zip(planned.lanes, result.lanes, strict=True):
+            live.in_flight.popleft()
+            if live.phase is Phase.ENDED:
+                continue
+            end = self._fold_lane(live, record, now_ns)
+            if end is not None:
+                yield live, end
+
+    def _fold_lane(self, live: LiveRequest, record: LaneRecord, now_ns: int) -> End | Failed | None:
+        if record.uid != live.uid or record.epoch != live.epoch:
+            raise ContractViolation(
+                f"round {record.round_id}: slot {live.slot} answers for request {record.uid} epoch "
+                f"{record.epoch}, expected {live.uid} epoch {live.epoch}"
+            )
+        if record.status & Status.NONFINITE:
+            return Failed(
+                live.request.request_id,
+                "nonfinite_logits",
+                f"the model produced no finite logits in round {record.round_id}; the request "
+                "cannot be continued",
+                emitted=live.emitted,
+            )
+        if not record.status & Status.ACTIVE:
+            raise ContractViolation(
+                f"round {record.round_id}: slot {live.slot} did nothing for a live request"
+            )
+        live.consumed_tokens = record.consumed
+        live.generated_tokens = record.generated
+        live.rounds += 1
+        live.drafts_offered += record.offered
+        live.drafts_accepted += record.accepted
+        if not record.tokens:
+            return None
+        before = live.stops.generated_tokens
+        visible = live.stops.push(record.tokens)
+        self._publisher.generated(live.stops.generated_tokens - before)
+        self._publisher.visible(live, visible, now_ns)
+        if visible.end is None and record.status & (Status.EOS | Status.LENGTH):
+            raise ContractViolation(
+                f"round {record.round_id}: the device ended request {live.uid} after "
+                f"{record.generated} tokens (status {record.status}), its stops did not"
+            )
+        return visible.end

@@ -1,0 +1,142 @@
+"""The controller's metrics, with handles resolved once per program (contract: A5)."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from flare_ray.contracts.record import Status
+from flare_ray.contracts.shapes import GraphShape
+from flare_ray.controller.admission import Admission
+from flare_ray.controller.cohort import SubmittedRound
+from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.ports import RoundResult
+from flare_ray.metrics import names
+from flare_ray.metrics.recorder import Counter, Histogram, Recorder
+
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class _ShapeMeters:
+    """Instruments of one program."""
+
+    rounds: Counter
+    lane_rounds: Counter
+    seconds: Histogram
+    device_seconds: Histogram
+
+
+class Meters:
+    """Records what rounds and requests did. Used by the controller's thread only."""
+
+    def __init__(self, recorder: Recorder, admission: Admission) -> None:
+        self._recorder = recorder
+        self._admission = admission
+        self._shapes: dict[GraphShape, _ShapeMeters] = {}
+        self._chosen: dict[tuple[int, str], Counter] = {}
+        self._running = recorder.gauge(names.REQUESTS_RUNNING)
+        self._waiting = recorder.gauge(names.REQUESTS_WAITING)
+        self._pages_free = recorder.gauge(names.PAGES_FREE)
+        self._page_usage = recorder.gauge(names.CACHE_USAGE)
+        recorder.gauge(names.PAGES_TOTAL).set(admission.pool.total_pages)
+        recorder.gauge(names.ENGINE_START).set(time.time())
+        self._fatal = recorder.gauge(names.ENGINE_FATAL)
+        self._queue_time = recorder.histogram(names.QUEUE_TIME)
+        self._prompt_length = recorder.histogram(names.REQUEST_PROMPT_TOKENS)
+        self._prompt_tokens = recorder.counter(names.PROMPT_TOKENS)
+        self._drafts = recorder.counter(names.SPEC_DRAFTS)
+        self._draft_tokens = recorder.counter(names.SPEC_DRAFT_TOKENS)
+        self._accepted = recorder.counter(names.SPEC_ACCEPTED_TOKENS)
+        self._accepted_at: list[Counter] = []
+        self._emitted = recorder.counter(names.SPEC_EMITTED)
+        self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
+        self._plan_seconds = recorder.histogram(names.CONTROLLER_PLAN_SECONDS)
+        self._cpu = recorder.counter(names.CONTROLLER_CPU)
+        self._expected_emitted = recorder.counter(names.POLICY_PREDICTED_EMITTED)
+        self._expected_seconds = recorder.counter(names.POLICY_PREDICTED_SECONDS)
+        self._account = recorder.gauge(names.POLICY_PROBE_ACCOUNT)
+        self._cpu_seen: float | None = None
+
+    def admitted(self, live: LiveRequest, now_ns: int) -> None:
+        """A request got its slot."""
+        self._queue_time.observe((now_ns - live.arrival_ns) / _NS)
+        self._prompt_length.observe(len(live.request.prompt_tokens))
+
+    def submitted(self, planned: SubmittedRound, now_ns: int) -> None:
+        """A plan is on its way."""
+        self._plan_seconds.observe((now_ns - planned.started_ns) / _NS)
+        decision = planned.decision
+        if decision is None:
+            return
+        key = (decision.shape.verify_width, decision.reason)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._recorder.counter(names.POLICY_CHOSEN, str(key[0]), key[1])
+            self._chosen[key] = chosen
+        chosen.add()
+        self._expected_emitted.add(decision.expected_emitted)
+        self._expected_seconds.add(decision.expected_ns / _NS)
+        self._account.set(decision.account_ns / _NS)
+
+    def harvested(self, planned: SubmittedRound, result: RoundResult, cost_ns: int) -> None:
+        """A round was answered; `cost_ns` is what it cost, host gap included."""
+        meters = self._of_shape(planned.plan.shape)
+        meters.rounds.add()
+        meters.seconds.observe(cost_ns / _NS)
+        meters.device_seconds.observe(result.elapsed_ns / _NS)
+        if planned.plan.prefill:
+            self._prompt_tokens.add(sum(len(lane.tokens) for lane in planned.plan.prefill))
+        else:
+            self._count_lanes(meters, result)
+
+    def sample(self) -> None:
+        """Gauges, and the CPU time of this thread since the last call."""
+        pool = self._admission.pool
+        free = pool.free_pages
+        self._running.set(len(self._admission.running))
+        self._waiting.set(len(self._admission.waiting))
+        self._pages_free.set(free)
+        self._page_usage.set(1.0 - free / pool.total_pages)
+        now = time.thread_time()
+        if self._cpu_seen is not None:
+            self._cpu.add(now - self._cpu_seen)
+        self._cpu_seen = now
+
+    def fatal(self) -> None:
+        """The engine has failed for good."""
+        self._fatal.set(1)
+
+    def _count_lanes(self, meters: _ShapeMeters, result: RoundResult) -> None:
+        for lane in result.lanes:
+            if not lane.status & Status.ACTIVE:
+                self._dead_lanes.add()
+                continue
+            meters.lane_rounds.add()
+            self._emitted.add(lane.emitted)
+            if lane.offered:
+                self._drafts.add()
+                self._draft_tokens.add(lane.offered)
+                self._accepted.add(lane.accepted)
+                for depth in range(lane.accepted):
+                    self._at_depth(depth).add()
+
+    def _at_depth(self, depth: int) -> Counter:
+        while depth >= len(self._accepted_at):
+            label = str(len(self._accepted_at))
+            counter = self._recorder.counter(names.SPEC_ACCEPTED_PER_POSITION, label)
+            self._accepted_at.append(counter)
+        return self._accepted_at[depth]
+
+    def _of_shape(self, shape: GraphShape) -> _ShapeMeters:
+        meters = self._shapes.get(shape)
+        if meters is None:
+            kind, width = str(shape.kind), str(shape.verify_width)
+            meters = _ShapeMeters(
+                rounds=self._recorder.counter(names.ROUNDS, kind, str(shape.batch_capacity), width),
+                lane_rounds=self._recorder.counter(names.SPEC_LANE_ROUNDS, width),
+                seconds=self._recorder.histogram(names.ROUND_SECONDS, kind),
+                device_seconds=self._recorder.histogram(names.ROUND_DEVICE_SECONDS, kind),
+            )
+            self._shapes[shape] = meters
+        return meters

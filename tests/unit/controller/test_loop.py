@@ -1,0 +1,529 @@
+"""The loop over a fake engine: text, counts, ends, resources, failures; at both queue depths."""
+
+import itertools
+import threading
+
+import pytest
+
+from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished, Heartbeat
+from flare_ray.contracts.shapes import GraphKind
+from flare_ray.controller.loop import Controller
+from flare_ray.errors import ConfigError, InvalidRequest, Overloaded, RankFailure
+from flare_ray.metrics.recorder import Recorder
+from tests.support.fake_channel import (
+    CollectingOutput,
+    FakeChannel,
+    accepts_up_to,
+    hashed_accepts,
+    hashed_script,
+    listed_script,
+    make_manifest,
+)
+from tests.unit.controller.conftest import FIRST_TEXT_TOKEN, TOKEN_BYTES, first_item
+
+EOS = 0
+
+
+def test_one_request_gets_exactly_its_text(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=30)
+    harness.run_until_idle()
+    assert isinstance(first_item(harness, "r"), Admitted)
+    assert harness.tokens("r") == harness.expected((1, 2, 3), 30)
+    end = harness.end("r")
+    assert (end.reason, end.prompt_tokens, end.completion_tokens) == ("length", 3, 30)
+    harness.assert_all_free()
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+@pytest.mark.parametrize("accepted", [0, 3, 7])
+def test_output_has_exactly_max_tokens_for_every_accepted_count(make_harness, max_tokens, accepted):
+    harness = make_harness(
+        manifest=make_manifest(draft_tokens=7),
+        accepts=accepts_up_to(accepted),
+        speculation={"policy": "fixed"},
+    )
+    harness.submit("r", max_tokens=max_tokens)
+    harness.run_until_idle()
+    assert harness.tokens("r") == harness.expected((1, 2, 3), max_tokens)
+    assert harness.end("r").completion_tokens == max_tokens
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_eos_inside_an_accepted_prefix_ends_the_request_for_every_width(make_harness, width):
+    prompt = (1, 2, 3)
+    harness = make_harness(
+        manifest=make_manifest(draft_tokens=7, eos_ids=(EOS,)),
+        script=listed_script({prompt: [20, 21, 22, EOS, 23, 24, 25, 26]}, then=30),
+        accepts=accepts_up_to(7),
+        speculation={"policy": "fixed", "fixed_width": width},
+    )
+    harness.submit("r", prompt, max_tokens=20)
+    harness.run_until_idle()
+    assert harness.tokens("r") == [20, 21, 22]
+    end = harness.end("r")
+    assert (end.reason, end.completion_tokens, end.stop_reason) == ("stop", 4, None)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_stop_string_ends_the_request_with_equal_counts_for_every_width(make_harness, width):
+    prompt = (1, 2, 3)
+    harness = make_harness(
+        manifest=make_manifest(draft_tokens=7),
+        script=listed_script({prompt: list(b"one two three four five six")}, then=33),
+        accepts=accepts_up_to(7),
+        speculation={"policy": "fixed", "fixed_width": width},
+    )
+    harness.submit("r", prompt, max_tokens=100, stop=(b"ree f",))
+    harness.run_until_idle()
+    assert bytes(harness.tokens("r")) == b"one two th"
+    end = harness.end("r")
+    assert (end.reason, end.completion_tokens, end.stop_reason) == ("stop", 15, "ree f")
+    harness.assert_all_free()
+
+
+def test_ignore_eos_continues_through_eos(make_harness):
+    prompt = (1, 2, 3)
+    harness = make_harness(
+        manifest=make_manifest(eos_ids=(EOS,)),
+        script=listed_script({prompt: [20, EOS, 21]}, then=30),
+    )
+    harness.submit("r", prompt, max_tokens=5, ignore_eos=True)
+    harness.run_until_idle()
+    assert harness.tokens("r") == [20, EOS, 21, 30, 30]
+
+
+def test_first_token_may_end_the_request(make_harness):
+    prompt = (1, 2, 3)
+    harness = make_harness(
+        manifest=make_manifest(eos_ids=(EOS,)), script=listed_script({prompt: [EOS]})
+    )
+    harness.submit("r", prompt, max_tokens=5)
+    harness.run_until_idle()
+    assert harness.tokens("r") == []
+    assert harness.end("r").completion_tokens == 1
+    harness.assert_all_free()
+
+
+def test_long_prompt_is_prefilled_in_chunks_without_stalling_others(make_harness):
+    harness = make_harness()
+    harness.submit("short", (5,), max_tokens=100)
+    harness.run_rounds(3)
+    harness.submit("long", tuple(range(10, 200)) * 4, max_tokens=4)
+    harness.run_until_idle()
+    kinds = [plan.shape.kind for plan in harness.channel.plans]
+    chunks = [place for place, kind in enumerate(kinds) if kind is GraphKind.PREFILL]
+    assert len(chunks) >= 1 + 760 // 64
+    beside = [after - before for before, after in itertools.pairwise(chunks[1:])]
+    assert set(beside[:-1]) == {2}, "one round between two chunks, and no more"
+    assert harness.tokens("long") == harness.expected(tuple(range(10, 200)) * 4, 4)
+
+
+def test_short_prompt_waits_one_chunk_of_a_long_one(make_harness):
+    harness = make_harness()
+    harness.submit("long", tuple(range(200)) * 4, max_tokens=4)
+    harness.step()
+    harness.submit("short", (7, 8), max_tokens=2)
+    harness.run_until_idle()
+    plans = harness.channel.plans
+    place = next(i for i, p in enumerate(plans) for lane in p.prefill if lane.tokens == (7, 8))
+    assert place <= 1 + harness.config.queue_depth
+
+
+def test_several_short_prompts_share_one_prefill_program(make_harness):
+    harness = make_harness()
+    for name in "abcd":
+        harness.submit(name, (ord(name),), max_tokens=3)
+    harness.run_until_idle()
+    assert len(harness.channel.plans[0].prefill) == 4
+    for name in "abcd":
+        assert harness.tokens(name) == harness.expected((ord(name),), 3)
+
+
+def test_requests_beyond_the_slots_wait_and_all_finish(make_harness):
+    harness = make_harness()
+    for number in range(11):
+        harness.submit(f"r{number}", (number, 1), max_tokens=5 + number)
+    harness.step()
+    stats = harness.controller.stats()
+    assert (stats.running, stats.waiting) == (4, 7)
+    harness.run_until_idle()
+    for number in range(11):
+        assert harness.tokens(f"r{number}") == harness.expected((number, 1), 5 + number)
+    harness.assert_all_free()
+
+
+# Cancellation, deadlines, overload.
+
+
+def test_cancel_while_queued_frees_the_place(make_harness):
+    harness = make_harness()
+    for number in range(5):
+        harness.submit(f"r{number}", (number,), max_tokens=20)
+    harness.step()
+    harness.controller.cancel("r4")
+    harness.run_until_idle()
+    end = harness.end("r4")
+    assert (end.code, end.emitted) == ("cancelled", False)
+    assert harness.tokens("r4") == []
+    harness.assert_all_free()
+
+
+def test_cancel_during_chunked_prefill_frees_pages_at_the_next_boundary(make_harness):
+    harness = make_harness()
+    harness.submit("r", tuple(range(250)) * 3, max_tokens=20)
+    harness.run_rounds(3)
+    harness.controller.cancel("r")
+    harness.step(1 + harness.config.queue_depth)
+    assert harness.end("r").code == "cancelled"
+    harness.assert_all_free()
+
+
+def test_cancel_during_decode_frees_at_the_next_boundary_and_nothing_follows(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=500)
+    harness.run_rounds(10)
+    harness.controller.cancel("r")
+    harness.step(1 + harness.config.queue_depth)
+    end = harness.end("r")
+    assert (end.code, end.emitted) == ("cancelled", True)
+    harness.assert_all_free()
+    assert not harness.controller.stats().pending_work
+
+
+def test_cancel_is_idempotent_and_ignores_unknown_ids(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=50)
+    harness.run_rounds(2)
+    for name in ("r", "r", "nobody"):
+        harness.controller.cancel(name)
+    harness.run_until_idle()
+    assert harness.end("r").code == "cancelled"
+
+
+def test_resources_of_a_cancelled_request_are_not_reused_under_a_queued_round(make_harness):
+    """The fake channel refuses the reuse of slots and pages under a queued round."""
+    harness = make_harness(manifest=make_manifest(slots=1))
+    for number in range(20):
+        harness.submit(f"r{number}", (number, 9), max_tokens=40)
+        harness.step(3)
+        harness.controller.cancel(f"r{number}")
+    harness.run_until_idle()
+    harness.assert_all_free()
+
+
+def test_deadline_ends_a_running_and_a_waiting_request(make_harness):
+    harness = make_harness(manifest=make_manifest(slots=1))
+    harness.submit("running", (1,), max_tokens=1000, deadline_s=0.2)
+    harness.submit("waiting", (2,), max_tokens=5, deadline_s=0.1)
+    harness.submit("patient", (3,), max_tokens=5, deadline_s=60.0)
+    harness.run_until_idle()
+    assert (harness.end("running").code, harness.end("running").emitted) == ("deadline", True)
+    assert (harness.end("waiting").code, harness.end("waiting").status) == ("deadline", 504)
+    assert harness.end("patient").reason == "length"
+    harness.assert_all_free()
+
+
+def test_queue_beyond_its_bound_is_refused_with_retry_after(make_harness):
+    harness = make_harness(admission={"max_waiting": 2, "retry_after_s": 3.0})
+    for number in range(8):
+        harness.submit(f"r{number}", (number,), max_tokens=5)
+    harness.step()
+    refused = [n for n in range(8) if isinstance(first_item(harness, f"r{n}"), Failed)]
+    assert refused == [6, 7]
+    failure = first_item(harness, "r7")
+    assert (failure.code, failure.status, failure.retry_after_s) == ("overloaded", 429, 3.0)
+    harness.run_until_idle()
+    assert harness.tokens("r5") == harness.expected((5,), 5)
+
+
+def test_without_a_queue_requests_run_while_slots_last(make_harness):
+    harness = make_harness(admission={"max_waiting": 0})
+    for number in range(5):
+        harness.submit(f"r{number}", (number,), max_tokens=5)
+    harness.run_until_idle()
+    assert isinstance(first_item(harness, "r4"), Failed)
+    assert harness.tokens("r3") == harness.expected((3,), 5)
+
+
+def test_lower_priority_value_runs_earlier(make_harness):
+    harness = make_harness(manifest=make_manifest(slots=1))
+    harness.submit("running", (1,), max_tokens=5)
+    harness.step()
+    harness.submit("late", (2,), max_tokens=5, priority=1)
+    harness.submit("early", (3,), max_tokens=5, priority=-1)
+    harness.run_until_idle()
+    order = [
+        item.request_id
+        for _, items in harness.output.batches
+        for item in items
+        if isinstance(item, Finished)
+    ]
+    assert order == ["running", "early", "late"]
+
+
+def test_duplicate_live_id_is_refused_and_the_first_is_unharmed(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=10)
+    with pytest.raises(InvalidRequest) as refusal:
+        harness.submit("r", max_tokens=10)
+    assert refusal.value.status == 409
+    harness.run_until_idle()
+    assert harness.tokens("r") == harness.expected((1, 2, 3), 10)
+    harness.submit("r", max_tokens=10)
+    harness.run_until_idle()
+    assert len(harness.tokens("r")) == 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": (1,) * 1024, "max_tokens": 1}, "prompt", ("1024", "1023")),
+        ({"prompt": (1,) * 1000, "max_tokens": 25}, "max_tokens", ("1000", "25", "1024")),
+        ({"prompt": ()}, "prompt", ("no tokens",)),
+        ({"max_tokens": 0}, "max_tokens", ("0",)),
+        ({"prompt": (256,)}, "prompt", ("0..255",)),
+        ({"stop": (b"",)}, "stop", ("empty",)),
+    ],
+)
+def test_impossible_request_is_refused_with_its_numbers(make_harness, fields, param, words):
+    harness = make_harness()
+    harness.submit("r", **fields)
+    harness.run_until_idle()
+    failure = harness.end("r")
+    assert (failure.status, failure.param) == (400, param)
+    for word in words:
+        assert word in failure.message
+    assert not harness.channel.plans
+
+
+# Pages.
+
+
+def test_requests_wait_for_pages_and_none_runs_out(make_harness):
+    harness = make_harness(manifest=make_manifest(num_pages=17, context_tokens=1024))
+    for number in range(6):
+        harness.submit(f"r{number}", (number,) * 100, max_tokens=300)
+    harness.step()
+    assert harness.controller.stats().running == 2
+    harness.run_until_idle()
+    for number in range(6):
+        assert harness.tokens(f"r{number}") == harness.expected((number,) * 100, 300)
+    harness.assert_all_free()
+
+
+def test_request_at_the_context_limit_gets_its_last_token(make_harness):
+    harness = make_harness(manifest=make_manifest(context_tokens=192), accepts=accepts_up_to(7))
+    harness.submit("r", (4,) * 100, max_tokens=92)
+    harness.run_until_idle()
+    assert harness.tokens("r") == harness.expected((4,) * 100, 92)
+
+
+# Publication.
+
+
+def test_items_of_a_round_go_out_in_one_call_per_address(make_harness):
+    harness = make_harness()
+    for number in range(4):
+        harness.submit(f"r{number}", (number,), max_tokens=20, reply_to=f"ingress{number % 2}")
+    harness.run_until_idle()
+    deltas = [
+        (address, sum(isinstance(item, Delta) for item in items))
+        for address, items in harness.output.batches
+    ]
+    assert max(count for _, count in deltas) == 2
+    assert {address for address, _ in deltas} == {"ingress0", "ingress1"}
+
+
+def test_heartbeats_reach_addresses_with_open_requests_every_two_seconds(make_harness):
+    harness = make_harness(latency_s=lambda plan: 0.1)
+    harness.submit("r", max_tokens=120, reply_to="remote")
+    harness.submit("local", (9,), max_tokens=40, reply_to="")
+    harness.run_until_idle()
+    elapsed_s = harness.clock() / 1e9
+    beats = {
+        address: sum(
+            isinstance(item, Heartbeat)
+            for a, i in harness.output.batches
+            if a == address
+            for item in i
+        )
+        for address in ("remote", "")
+    }
+    assert elapsed_s > 4
+    assert elapsed_s / 2 - 2 <= beats["remote"] <= elapsed_s / 2 + 1
+    assert beats[""] == 0
+    harness.step(10)
+    assert isinstance(harness.output.batches[-1][1][-1], Finished | Delta | Heartbeat)
+
+
+def test_idle_controller_sends_nothing(make_harness):
+    harness = make_harness()
+    harness.step(20)
+    assert harness.output.batches == []
+
+
+def test_heartbeat_comes_while_a_round_is_slow(make_harness):
+    harness = make_harness(latency_s=lambda plan: 9.0)
+    harness.submit("r", max_tokens=2)
+    harness.step(12)
+    beats = [i for _, items in harness.output.batches for i in items if isinstance(i, Heartbeat)]
+    assert len(beats) >= 3
+
+
+# Failure.
+
+
+def test_rank_failure_ends_every_live_request_once_and_later_submits_are_refused(make_harness):
+    harness = make_harness(manifest=make_manifest(slots=2))
+    harness.channel.fail_at(6, rank=3, cause="connection closed")
+    for number in range(5):
+        harness.submit(f"r{number}", (number,), max_tokens=200)
+    harness.step(30)
+    for number in range(5):
+        failure = harness.end(f"r{number}")
+        assert failure.code == "rank_failure"
+        for word in ("rank 3", "round 6", "connection closed"):
+            assert word in failure.message
+        assert failure.emitted == bool(harness.tokens(f"r{number}"))
+    assert harness.end("r0").emitted and not harness.end("r4").emitted
+    with pytest.raises(RankFailure):
+        harness.submit("late")
+    assert "rank 3" in harness.controller.stats().fatal
+    assert not harness.controller.stats().pending_work
+    assert harness.controller.step(0.0) is False
+
+
+def test_contract_breach_stops_the_engine_by_name(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=100)
+    harness.run_rounds(3)
+    harness.channel._slots[0].init = None
+    harness.step(5)
+    assert harness.end("r").code == "internal_error"
+    assert harness.controller.stats().fatal
+
+
+def test_nonfinite_logits_end_one_request_and_spare_the_others(make_harness):
+    harness = make_harness()
+    harness.submit("bad", (1,), max_tokens=50)
+    harness.submit("good", (2,), max_tokens=50)
+    harness.channel.poison(1, 9)
+    harness.channel.accepts = accepts_up_to(0)
+    harness.run_until_idle()
+    failure = harness.end("bad")
+    assert (failure.code, failure.status) == ("nonfinite_logits", 500)
+    assert harness.tokens("bad") == harness.expected((1,), 9)
+    assert harness.tokens("good") == harness.expected((2,), 50)
+    harness.assert_all_free()
+
+
+# Stopping, threads.
+
+
+def test_drain_finishes_what_is_live_and_refuses_the_rest(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=30)
+    harness.step()
+    harness.controller.stop(drain=True)
+    with pytest.raises(Overloaded) as refusal:
+        harness.submit("late")
+    assert refusal.value.status == 503
+    harness.controller.run()
+    assert harness.tokens("r") == harness.expected((1, 2, 3), 30)
+    assert harness.end("r").reason == "length"
+
+
+def test_stop_without_drain_fails_what_is_live(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=300)
+    harness.run_rounds(3)
+    harness.controller.stop(drain=False)
+    harness.controller.run()
+    assert (harness.end("r").code, harness.end("r").status) == ("cancelled", 503)
+
+
+def test_run_serves_submits_from_other_threads_and_stops(queue_depth):
+    manifest = make_manifest()
+    script = hashed_script(256, FIRST_TEXT_TOKEN)
+    channel = FakeChannel(manifest, script, hashed_accepts(0.6), latency_s=lambda plan: 0.0005)
+    output = CollectingOutput()
+    from flare_ray.config import EngineConfig
+    from flare_ray.contracts.request import GenerationRequest
+    from tests.unit.controller.conftest import GREEDY
+
+    config = EngineConfig(
+        checkpoint="scripted", context_tokens=1024, queue_depth=queue_depth, device="cpu"
+    )
+    controller = Controller(
+        manifest,
+        config,
+        channel=channel,
+        output=output,
+        token_bytes=TOKEN_BYTES,
+        recorder=Recorder("engine", "e1"),
+    )
+    loop = threading.Thread(target=controller.run)
+    loop.start()
+
+    def client(number):
+        for turn in range(5):
+            controller.submit(
+                GenerationRequest(
+                    request_id=f"{number}-{turn}",
+                    prompt_tokens=(number, turn),
+                    sampling=GREEDY,
+                    max_tokens=20,
+                )
+            )
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(8)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    controller.stop(drain=True)
+    loop.join(timeout=30)
+    assert not loop.is_alive()
+    for number in range(8):
+        for turn in range(5):
+            deltas = [i for i in output.items(f"{number}-{turn}") if isinstance(i, Delta)]
+            tokens = [token for delta in deltas for token in delta.tokens]
+            assert tokens == [script((number, turn), index) for index in range(20)]
+
+
+# Start-up.
+
+
+@pytest.mark.parametrize(
+    ("speculation", "word"),
+    [
+        ({"history_drafts": True}, "history_drafts"),
+        ({"policy": "fixed", "fixed_width": 8}, "fixed_width"),
+        ({"draft_tokens": 7}, "draft_tokens"),
+        ({"widths": (1, 8)}, "widths"),
+    ],
+)
+def test_settings_beyond_what_was_prepared_are_refused_by_name(make_harness, speculation, word):
+    with pytest.raises(ConfigError, match=word):
+        make_harness(speculation=speculation)
+
+
+def test_ordinary_family_is_served_without_drafts(make_harness):
+    harness = make_harness(speculation={"draft_tokens": 0})
+    harness.submit("r", max_tokens=12)
+    harness.run_until_idle()
+    kinds = {(plan.shape.kind, plan.shape.speculation) for plan in harness.channel.plans}
+    assert kinds == {(GraphKind.PREFILL, False), (GraphKind.DECODE, False)}
+    assert harness.tokens("r") == harness.expected((1, 2, 3), 12)
+
+
+def test_gauges_return_to_zero_when_idle(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=12)
+    harness.run_until_idle()
+    values = {sample.name: sample.value for sample in harness.recorder.snapshot().samples}
+    assert values["flare_num_requests_running"] == 0
+    assert values["flare_pages_free"] == values["flare_pages"]
+    assert values["flare_generation_tokens"] == 12
+    assert values["flare_prompt_tokens"] == 3
