@@ -7,6 +7,9 @@ and `RankFailure` stop the engine, everything else ends one request or one start
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class FlareError(Exception):
     """Root of everything this project raises on purpose."""
@@ -64,6 +67,11 @@ class Overloaded(FlareError):
         self.retry_after_s = retry_after_s
         self.status = status
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keyword-only arguments survive the way through another process."""
+        make = functools.partial(type(self), retry_after_s=self.retry_after_s, status=self.status)
+        return make, self.args, self.__dict__
+
 
 class RankFailure(FlareError):
     """A rank died, hung or disagreed. Sticky: the engine that saw it never runs another round.
@@ -77,6 +85,11 @@ class RankFailure(FlareError):
         super().__init__(message)
         self.rank = rank
         self.round_id = round_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keyword-only arguments survive the way through another process."""
+        make = functools.partial(type(self), rank=self.rank, round_id=self.round_id)
+        return make, self.args, self.__dict__
 
 
 class ContractViolation(FlareError):

@@ -324,8 +324,8 @@ class EngineCore:
                 self._crash = "the controller's loop ended without being asked to"
         if self.fatal:
             logger.error("engine %s stopped: %s", self.engine_id, self.fatal)
-            self._release()
             self._fail_remaining(self.fatal, remote=True)
+            self._release()
 
     def _raise_if_crashed(self) -> None:
         if self._crash:

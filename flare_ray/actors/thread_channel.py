@@ -31,21 +31,21 @@ MakeExecutor = Callable[[int], RankExecutor]
 """Rank -> its prepared executor; called on the rank's own thread, since threads of a CPU kernel
 pool, the current CUDA device and inference mode all belong to a thread."""
 
+Abort = Callable[[int, BaseException], None]
+
 
 class RankThreads:
     """Ranks of one engine as threads; each prepares its executor, then serves plans.
 
     Args:
         make_executor: called once per rank, all ranks at the same time.
-        abort: breaks the collectives of a group whose rank has failed, so that the others return.
+        abort: told of a rank's failure; breaks the group's collectives, so that the others return.
 
     Raises:
         Exception: the first error of a rank's preparation, after all ranks have ended.
     """
 
-    def __init__(
-        self, world_size: int, make_executor: MakeExecutor, *, abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, world_size: int, make_executor: MakeExecutor, *, abort: Abort) -> None:
         self.plans: list[queue.SimpleQueue[RoundPlan | None]] = [
             queue.SimpleQueue() for _ in range(world_size)
         ]
@@ -95,7 +95,7 @@ class RankThreads:
         except BaseException as error:
             # Handed to the caller, who raises it; this thread only breaks the others' waiting.
             self._prepared.put((rank, error))
-            self._abort()
+            self._abort(rank, error)
             return
         masks = MaskReader(executor.manifest.vocab_size)
         self._prepared.put((rank, executor))
@@ -107,7 +107,7 @@ class RankThreads:
                 # Before the abort, so that the culprit's reply comes before its victims'.
                 reply = error_reply(rank, plan.round_id, failure_text(error))
                 self.replies.put((rank, reply))
-                self._abort()
+                self._abort(rank, error)
                 return
             self.replies.put((rank, reply))
 

@@ -1,0 +1,152 @@
+"""What Ray is asked about places: nodes and their resources, the engine's own placement group.
+
+The arithmetic and the messages are in `preflight.py`, which knows no Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group_table,
+)
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
+
+from flare_ray.actors.preflight import (
+    NodeResources,
+    candidate_nodes,
+    checkpoint_problem,
+    demo_hint,
+    engine_bundles,
+    placement_problem,
+)
+from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.errors import CapacityError, ConfigError
+
+logger = logging.getLogger("ray.serve.flare")
+
+ENGINE_DEPLOYMENT = "Engine"
+"""Name of the Serve deployment of engines; part of the names of its placement groups."""
+POLL_S = 0.5
+CHECK_LIMIT_S = 20.0
+"""Seconds for the look at the checkpoint folder of another node."""
+MAX_CHECKED_NODES = 8
+
+
+def preflight(config: DeploymentConfig) -> None:
+    """Refuse a deployment that could only wait: too few CPUs or GPUs, or no checkpoint.
+
+    Waits `placement_timeout_s` for nodes that are joining, but not if the checkpoint is missing.
+    Runs where the application is built, and in the command line before it; needs a connected Ray.
+
+    Raises:
+        CapacityError: naming what is needed, what each node has, and the demo to try.
+        ConfigError: naming the missing checkpoint files and the demo to try.
+    """
+    limit_s = config.engine_deployment.placement_timeout_s
+    deadline = time.monotonic() + limit_s
+    nodes = cluster_nodes()
+    missing = _checkpoint_problem(config, nodes)
+    problem = placement_problem(config, nodes)
+    while problem and not missing and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+        nodes = cluster_nodes()
+        problem = placement_problem(config, nodes)
+        if not problem:
+            missing = _checkpoint_problem(config, nodes)
+    hint = demo_hint(config.model_name)
+    if problem:
+        waited = "" if missing else f" after {limit_s:g} s (placement_timeout_s)"
+        also = f"; also, {missing}" if missing else ""
+        raise CapacityError(
+            f"{problem}{waited}; lower tensor_parallel_size, replicas or cpus_per_rank, or add "
+            f"nodes{also}; {hint}"
+        )
+    if missing:
+        raise ConfigError(f"{missing}; set it to the downloaded checkpoint; {hint}")
+
+
+def cluster_nodes() -> list[NodeResources]:
+    """Live nodes. What engines of a deployment hold counts as free: Serve stops the old replica of
+    an updated deployment before it starts the new one."""
+    free = {node: dict(has) for node, has in available_resources_per_node().items()}
+    for group in placement_group_table().values():
+        if f"#{ENGINE_DEPLOYMENT}#" not in group["name"] or group["state"] != "CREATED":
+            continue
+        for index, node in group["bundles_to_node_id"].items():
+            has = free.setdefault(node, {})
+            for name, amount in group["bundles"][index].items():
+                has[name] = has.get(name, 0.0) + amount
+    return [
+        NodeResources(
+            node["NodeID"],
+            node["NodeManagerHostname"],
+            node["Resources"],
+            free.get(node["NodeID"], {}),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _checkpoint_problem(config: DeploymentConfig, nodes: list[NodeResources]) -> str:
+    """What the first node that could host an engine, but lacks its checkpoint, lacks."""
+    here = ray.get_runtime_context().get_node_id()
+    for node in candidate_nodes(config, nodes)[:MAX_CHECKED_NODES]:
+        if node.node_id == here:
+            problem = checkpoint_problem(config.engine)
+        else:
+            problem = _ask_node(node, config.engine)
+        if problem:
+            return problem
+    return ""
+
+
+def _ask_node(node: NodeResources, config: EngineConfig) -> str:
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    task = ray.remote(checkpoint_problem).options(num_cpus=0, scheduling_strategy=there)
+    reference = task.remote(config)
+    try:
+        return ray.get(reference, timeout=CHECK_LIMIT_S)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(reference, force=True)
+        return f"node {node.host} did not look at its checkpoint folder in {CHECK_LIMIT_S:g} s"
+
+
+def own_placement_group(config: DeploymentConfig) -> PlacementGroup:
+    """The group this process runs in, after a check that it was made for `config`.
+
+    Raises:
+        ConfigError: the process runs in no group, or in one of other bundles.
+    """
+    group = get_current_placement_group()
+    if group is None:
+        raise ConfigError(
+            "an engine must run inside its placement group: deploy it with the bundles of "
+            "engine_bundles(config) and STRICT_PACK"
+        )
+    wanted = engine_bundles(config)
+    given = [dict(bundle) for bundle in group.bundle_specs]
+    if given != wanted:
+        raise ConfigError(
+            f"the engine's placement group has the bundles {given}, the configuration needs "
+            f"{wanted}; do not override placement_group_bundles"
+        )
+    return group
+
+
+def in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    """Where rank `index` of the group's engine runs."""
+    return PlacementGroupSchedulingStrategy(
+        placement_group=group,
+        placement_group_bundle_index=index,
+        placement_group_capture_child_tasks=False,
+    )
