@@ -115,29 +115,31 @@ class _Routes:
         if not prepared.stream:
             work = self._whole(prepared, answer)
             return Response(await until_gone(work, request.receive), media_type="application/json")
-        streams = await until_gone(self._open(prepared), request.receive)
+        streams: list[RequestStream] = []
 
         async def close() -> None:
             await _close_all(streams)
 
+        try:
+            await until_gone(self._open(prepared, streams), request.receive)
+        except BaseException:
+            await close()
+            raise
         return EventStream(answer.frames(streams), close=close)
 
     async def _whole(self, prepared: Prepared, answer: Answer) -> bytes:
-        streams = await self._open(prepared)
+        streams: list[RequestStream] = []
         try:
+            await self._open(prepared, streams)
             return await answer.whole(streams)
         finally:
             await _close_all(streams)
 
-    async def _open(self, prepared: Prepared) -> list[RequestStream]:
-        """All generations of one request, or none."""
-        streams: list[RequestStream] = []
-        try:
-            for generation in prepared.requests:
-                streams.append(await self._client.open(generation))
-        except BaseException:
-            await _close_all(streams)
-            raise
+    async def _open(self, prepared: Prepared, streams: list[RequestStream]) -> None:
+        """Open all generations of one request into `streams`, which the caller closes: a result
+        handed back would be lost if the caller is cancelled in the very moment it is ready."""
+        for generation in prepared.requests:
+            streams.append(await self._client.open(generation))
         logger.info(
             "request %s: %d choice(s), %d prompt tokens, user %s",
             prepared.response_id,
@@ -145,7 +147,6 @@ class _Routes:
             sum(prepared.prompt_tokens),
             prepared.user or "-",
         )
-        return streams
 
 
 def _guarded(handler: Handler) -> Handler:

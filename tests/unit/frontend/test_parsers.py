@@ -1,6 +1,7 @@
 """Reasoning, content and calls of a chat answer, however the text is cut into pieces."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -57,7 +58,7 @@ def parse(text, *, chat=CHAT, tools=TOOLS, inside=True, cuts=()):
     parser = ChatParser(chat, tools=tools, inside_reasoning=inside)
     places = [0, *sorted(c for c in set(cuts) if 0 < c < len(text)), len(text)]
     events = []
-    for start, end in zip(places, places[1:], strict=False):
+    for start, end in itertools.pairwise(places):
         for event in parser.feed(text[start:end]):
             append_event(events, event)
     for event in parser.finish():
