@@ -137,8 +137,13 @@ class Delivery:
             entry = (
                 self._open.pop(item.request_id, None) if ends else self._open.get(item.request_id)
             )
-            if entry is not None:
+            if entry is None:
+                continue
+            try:
                 entry.on_item(item)
+            except Exception:
+                # One consumer's fault must not stop the rounds of all others.
+                logger.exception("the consumer of request %s failed", item.request_id)
 
 
 class EngineCore:

@@ -16,7 +16,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from flare_ray.contracts.messages import Heartbeat, StreamBatch, StreamItem
+from flare_ray.contracts.messages import StreamBatch, StreamItem
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,8 @@ second, as long as an ingress itself waits for a heartbeat."""
 UNREACHABLE_S = 5.0
 """Seconds without a connection after which an ingress counts as lost. Its death is not always seen
 as a cancelled call: a killed process sends none."""
+CHECK_S = 0.5
+"""Seconds between two looks at a connection's state, which cost a few system calls."""
 IDLE_S = 60.0
 """Seconds after its last batch at which an ingress's socket is closed; it had no open request."""
 KEEP_ALIVE_MS = 2000
@@ -41,6 +43,7 @@ class _Peer:
     Attributes:
         sequence: number of the last batch; a new socket starts again, which the receiver notices.
         since_s: when the connection was last gained or lost.
+        check_s: when to ask the monitor again.
     """
 
     socket: zmq.Socket
@@ -49,6 +52,7 @@ class _Peer:
     since_s: float
     sequence: int = 0
     used_s: float = 0.0
+    check_s: float = 0.0
 
 
 class StreamSender:
@@ -97,8 +101,7 @@ class StreamSender:
         except zmq.ZMQError as error:
             self._lose(reply_to, f"unusable ({error})")
             return
-        # Heartbeats come every 2 s: often enough for a check that costs two system calls.
-        if isinstance(items[-1], Heartbeat) and not self._is_reachable(peer):
+        if peer.used_s >= peer.check_s and not self._is_reachable(peer):
             self._lose(reply_to, f"not connected for {UNREACHABLE_S} s")
 
     def close(self, *, linger_s: float = 0.5) -> None:
@@ -122,6 +125,7 @@ class StreamSender:
 
     def _is_reachable(self, peer: _Peer) -> bool:
         now = time.monotonic()
+        peer.check_s = now + CHECK_S
         while peer.monitor.poll(0):
             event = parse_monitor_message(peer.monitor.recv_multipart())["event"]
             peer.connected = event == zmq.EVENT_CONNECTED

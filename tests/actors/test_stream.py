@@ -249,6 +249,7 @@ def test_unusable_address_is_lost_at_once():
 
 async def test_consumer_that_died_is_lost_at_a_later_heartbeat(monkeypatch):
     monkeypatch.setattr(stream_module, "UNREACHABLE_S", 0.2)
+    monkeypatch.setattr(stream_module, "CHECK_S", 0.0)
     lost: list[str] = []
     inbox = Inbox()
     with sending() as sender:
