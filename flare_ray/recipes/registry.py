@@ -10,10 +10,15 @@ from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import Recipe, resolve
 from flare_ray.recipes.glm5_next.recipe import RECIPE as GLM_5_3_FLASH
 
-RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH,)
+_RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH,)
 
 
-def recipe_named(name: str) -> Recipe:
+def recipes() -> tuple[Recipe, ...]:
+    """Every recipe of this package."""
+    return _RECIPES
+
+
+def get(name: str) -> Recipe:
     """The recipe called `name`, or the one at `module:attribute` for a recipe kept elsewhere.
 
     Raises:
@@ -21,13 +26,13 @@ def recipe_named(name: str) -> Recipe:
     """
     if ":" in name:
         return _imported(name)
-    for recipe in RECIPES:
+    for recipe in _RECIPES:
         if recipe.name == name:
             return recipe
     raise ConfigError(f"recipe {name!r} does not exist; choose one of: {_names()}")
 
 
-def recipe_for_config(config: Mapping[str, Any]) -> Recipe:
+def for_config(config: Mapping[str, Any]) -> Recipe:
     """The recipe that a checkpoint's config.json names by `architectures` or `model_type`.
 
     Raises:
@@ -35,8 +40,8 @@ def recipe_for_config(config: Mapping[str, Any]) -> Recipe:
     """
     architectures = tuple(config.get("architectures") or ())
     model_type = config.get("model_type")
-    found = [r for r in RECIPES if set(architectures) & set(r.architectures)]
-    found = found or [r for r in RECIPES if model_type in r.model_types]
+    found = [r for r in _RECIPES if set(architectures) & set(r.architectures)]
+    found = found or [r for r in _RECIPES if model_type in r.model_types]
     if len(found) == 1:
         return found[0]
     raise ConfigError(
@@ -46,13 +51,13 @@ def recipe_for_config(config: Mapping[str, Any]) -> Recipe:
     )
 
 
-def find_recipe(config: Mapping[str, Any], *, name: str | None = None) -> Recipe:
+def find(config: Mapping[str, Any], *, name: str | None = None) -> Recipe:
     """The recipe `name` if one is given, else the one config.json asks for.
 
     Raises:
         ConfigError: unknown name, or nothing serves the checkpoint.
     """
-    return recipe_named(name) if name is not None else recipe_for_config(config)
+    return get(name) if name is not None else for_config(config)
 
 
 def _imported(dotted: str) -> Recipe:
@@ -72,4 +77,4 @@ def _imported(dotted: str) -> Recipe:
 
 
 def _names() -> str:
-    return ", ".join(recipe.name for recipe in RECIPES)
+    return ", ".join(recipe.name for recipe in _RECIPES)

@@ -11,9 +11,9 @@ One group per layer and purpose, named `layers.<n>.<purpose>`:
 The drafter's layer is numbered after the target's. Latents, pools and rings are whole on every
 rank, recurrent state is divided by heads.
 
-Why the ring is longer than a pool: a round of W <= 8 rows may be rejected but for its first row, and
-the open pool's earlier rows, at most `pool` - 2 that the first row does not finish, must survive
-that; hence entries >= pool - 2 + 8, rounded up to whole pools: twelve for pools of four. The
+Why the ring is longer than a pool: a round of W <= 8 rows may be rejected but for its first row,
+and the open pool's earlier rows, at most `pool` - 2 that the first row does not finish, must
+survive that; hence entries >= pool - 2 + 8, rounded up to whole pools: twelve for pools of four. The
 drafter's own rows (up to seven, from the pair at N - 1 on) reach no further.
 """
 
