@@ -51,7 +51,7 @@ def for_config(config: Mapping[str, Any]) -> Recipe:
     )
 
 
-def find(config: Mapping[str, Any], *, name: str | None = None) -> Recipe:
+def find_recipe(config: Mapping[str, Any], *, name: str | None = None) -> Recipe:
     """The recipe `name` if one is given, else the one config.json asks for.
 
     Raises:

@@ -88,10 +88,11 @@ class Fields:
         value = self._values.get(key)
         value = fallback if value is None else value
         ids = value if isinstance(value, list) else [value]
-        if not ids or not all(_is_integer(token) and token >= 0 for token in ids):
+        valid = [token for token in ids if isinstance(token, int) and _is_integer(token)]
+        if not ids or len(valid) != len(ids) or min(valid) < 0:
             self._note(key, "a token id or a list of token ids", value)
             return ()
-        return tuple(ids)
+        return tuple(valid)
 
     def layer_kinds(
         self, key: str, layers: int, kinds: Mapping[str, bool]

@@ -13,8 +13,8 @@ rank, recurrent state is divided by heads.
 
 Why the ring is longer than a pool: a round of W <= 8 rows may be rejected but for its first row,
 and the open pool's earlier rows, at most `pool` - 2 that the first row does not finish, must
-survive that; hence entries >= pool - 2 + 8, rounded up to whole pools: twelve for pools of four. The
-drafter's own rows (up to seven, from the pair at N - 1 on) reach no further.
+survive that; hence entries >= pool - 2 + 8, rounded up to whole pools: twelve for pools of four.
+The drafter's own rows (up to seven, from the pair at N - 1 on) reach no further.
 """
 
 from __future__ import annotations

@@ -145,9 +145,7 @@ def _experts(geometry: Geometry, prefix: str, family: Family) -> Iterator[Tensor
     for expert in range(moe.experts):
         yield from _feed_forward(f"{prefix}experts.{expert}.", hidden, moe.width, family)
     if moe.shared:
-        yield from _feed_forward(
-            f"{prefix}shared_experts.", hidden, moe.shared * moe.width, family
-        )
+        yield from _feed_forward(f"{prefix}shared_experts.", hidden, moe.shared * moe.width, family)
 
 
 def _feed_forward(prefix: str, hidden: int, width: int, family: Family) -> Iterator[TensorSpec]:
