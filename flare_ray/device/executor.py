@@ -22,7 +22,7 @@ from flare_ray.device.speculation.inputs import FilterBounds
 from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.layout import StateLimits
-from flare_ray.device.state.ledger import SlotLedger
+from flare_ray.device.state.ledger import SlotLedger, lanes_of
 from flare_ray.device.state.store import StateStore
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import Drafter, StateSpec, Target
@@ -150,7 +150,7 @@ class RankExecutor:
 
     def _bounds(self, plan: RoundPlan) -> FilterBounds:
         """Bounds over what the lanes' slots hold now, stale lanes included: they run padded."""
-        views = [self._ledger.view(lane.slot) for lane in (*plan.lanes, *plan.prefill)]
+        views = [self._ledger.view(lane.slot) for lane in lanes_of(plan)]
         return FilterBounds(
             max_top_k=max(view.top_k for view in views),
             every_lane_greedy=all(view.top_k == 1 for view in views),

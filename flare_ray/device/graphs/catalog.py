@@ -96,9 +96,8 @@ class ScratchSizes:
     @property
     def num_bytes(self) -> int:
         """Exact bytes, frames included."""
-        return (
-            8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions)
-            + 4 * (self.masks + self.q)
+        return 8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions) + 4 * (
+            self.masks + self.q
         )
 
 

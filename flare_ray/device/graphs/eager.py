@@ -158,9 +158,7 @@ class EagerPrefill:
         """See `Program`."""
         self._inputs.clear()
         columns = min(WARM_PAGES, self._columns)
-        self._facts = HostFacts(
-            columns, self.shape.token_capacity, True, False, True, ALL_FILTERS
-        )
+        self._facts = HostFacts(columns, self.shape.token_capacity, True, False, True, ALL_FILTERS)
         self.replay()
         self._facts = None
 

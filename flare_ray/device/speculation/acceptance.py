@@ -42,7 +42,13 @@ def healthy_lanes(logits: Tensor, valid: Tensor) -> Tensor:
 
 
 def accept_chain(
-    logits: Tensor, q: Tensor, drafts: Tensor, offered: Tensor, *, params: FilterParams, draws: Draws
+    logits: Tensor,
+    q: Tensor,
+    drafts: Tensor,
+    offered: Tensor,
+    *,
+    params: FilterParams,
+    draws: Draws,
 ) -> Verdict:
     """Verify the offered prefix of each lane's drafts.
 

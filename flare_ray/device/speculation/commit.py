@@ -1,10 +1,12 @@
-"""Commit: clip what was accepted, advance the slots, repair the drafter's history (contract: T3, T4).
+"""Commit: clip what was accepted, advance the slots, repair the drafter's history.
 
-    verified row     0    1   ...  t-1   t ... W-1
-    input            p    d0  ...  d_t-2  rejected or clipped: unreachable after the commit
+One lane that verified W rows and emits t tokens (contract: T3, T4):
+
+    verified row     0    1   ...  t-1     t ... W-1
+    input            p    d0  ...  d_t-2   rejected or clipped: unreachable after the commit
     emitted token    d0   d1  ...  token t-1, stays pending
     state            live column becomes t-1; the tail becomes row t-1's feedback
-    drafter pairs    (h_N, d0) .. (h_N+t-2, d_t-2) absorbed now; (h_N+t-1, pending) at the next start
+    drafter pairs    (h_N, d0) .. (h_N+t-2, d_t-2) absorbed now; (h_N+t-1, pending) next round
 """
 
 from __future__ import annotations
@@ -86,11 +88,10 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     Args:
         keeps_pairs: the program maintains drafter history (contract: R6, R8).
     """
-    core = lanes.core
     moved = move.healthy & lanes.active
-    consumed = core[:, Core.CONSUMED] + move.consumed
-    generated = core[:, Core.GENERATED] + move.emitted
-    budget = core[:, Core.BUDGET] - move.emitted
+    consumed = lanes.field(Core.CONSUMED) + move.consumed
+    generated = lanes.field(Core.GENERATED) + move.emitted
+    budget = lanes.field(Core.BUDGET) - move.emitted
     spent = (budget <= 0) & move.completed
     status = lanes.active * (
         (move.ended_eos & moved) * Status.EOS.value
@@ -104,7 +105,7 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     after = torch.stack(
         (phase, move.pending, consumed, generated, budget, move.column, pairs), dim=1
     )
-    before = core[:, Core.PHASE + 1 : Core.DRAFT_POSITION + 1]
+    before = lanes.core[:, Core.PHASE + 1 : Core.DRAFT_POSITION + 1]
     after[:, 1:] = torch.where(moved.unsqueeze(1), after[:, 1:], before)
     store.request.mutable().index_copy_(0, lanes.slots, after)
     return Outcome(status, after[:, 2], after[:, 3], after[:, 4], after[:, 6])

@@ -30,6 +30,7 @@ class Lanes:
         slots: [B] int64, the null slot where inactive.
         epoch: [B] int64, as planned.
         core: [B, CORE_FIELDS] int64, zero where inactive.
+        fields: the first columns of `core`, [B] each.
         params: sampling parameters, [B] each.
         page_table: [B, C] int64.
     """
@@ -38,12 +39,13 @@ class Lanes:
     slots: Tensor
     epoch: Tensor
     core: Tensor
+    fields: tuple[Tensor, ...]
     params: FilterParams
     page_table: Tensor
 
     def field(self, name: Core) -> Tensor:
-        """[B] int64, one field of the lanes' request state."""
-        return self.core[:, name]
+        """[B] int64, one field of the lanes' request state; KEYS and EOS are read from `core`."""
+        return self.fields[name]
 
     @property
     def eos_ids(self) -> Tensor:
@@ -75,11 +77,12 @@ def open_lanes(request: RequestState, planned: Planned, phase: Phase, facts: Hos
         active &= core[:, Core.CONSUMED] == planned.start
     slots = torch.where(active, planned.slots, request.null_slot)
     core.mul_(active.unsqueeze(1))
+    fields = core[:, : Core.KEYS].unbind(1)
     sampling = request.sampling.index_select(0, slots)
     bounds: FilterBounds = facts.filters
     params = FilterParams(
         temperature=sampling[:, Sampling.TEMPERATURE],
-        top_k=core[:, Core.TOP_K],
+        top_k=fields[Core.TOP_K],
         top_p=sampling[:, Sampling.TOP_P],
         min_p=sampling[:, Sampling.MIN_P],
         max_top_k=bounds.max_top_k,
@@ -88,7 +91,7 @@ def open_lanes(request: RequestState, planned: Planned, phase: Phase, facts: Hos
         any_min_p=bounds.any_min_p,
     )
     table = request.page_table[:, : facts.context_pages].index_select(0, slots)
-    return Lanes(active, slots, planned.epoch, core, params, table)
+    return Lanes(active, slots, planned.epoch, core, fields, params, table)
 
 
 @dataclass(slots=True)

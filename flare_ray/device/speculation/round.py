@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.contracts.record import Flag
-from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.contracts.shapes import GraphShape
 from flare_ray.device.speculation.acceptance import (
     MaskRows,
     Verdict,
@@ -98,9 +98,8 @@ def run_round(
     output = model.target.forward(rows, model.store.groups)
     verdict = _accept(output, inputs, scratch, _Verification(rows, candidates, lanes, draws, facts))
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
-    write_record(
-        scratch.record, lanes, outcome, _emission(shape, inputs, candidates, verdict, emitted)
-    )
+    emission = _emission(shape, planned, lanes, candidates, _Done(verdict, emitted))
+    write_record(scratch.record, lanes, outcome, emission)
 
 
 @dataclass(slots=True)
@@ -117,6 +116,12 @@ class _Verification:
     lanes: Lanes
     draws: Draws
     facts: HostFacts
+
+
+@dataclass(slots=True)
+class _Done:
+    verdict: Verdict
+    emitted: Tensor
 
 
 @dataclass(slots=True)
@@ -241,37 +246,27 @@ def _commit(
 
 
 def _emission(
-    shape: GraphShape,
-    inputs: RoundInputs,
-    candidates: Candidates,
-    verdict: Verdict,
-    emitted: Tensor,
+    shape: GraphShape, planned: Tensor, lanes: Lanes, candidates: Candidates, done: _Done
 ) -> Emission:
     """Counts of the round; accepted is the chain's own count, before EOS and budget clipped it."""
-    planned = inputs.lanes
-    ran = emitted > 0
+    verdict, emitted = done.verdict, done.emitted
     return Emission(
         round_id=planned[:, LaneField.ROUND],
-        drafted=ran * shape.draft_tokens,
-        offered=ran * candidates.offered,
-        accepted=ran * verdict.accepted,
+        drafted=lanes.active * shape.draft_tokens,
+        offered=candidates.offered,
+        accepted=verdict.accepted * (emitted > 0),
         emitted=emitted,
-        copy_bits=_copy_bits(candidates, ran),
-        width=ran * shape.verify_width,
-        flags=(planned[:, LaneField.MASKED] > 0) * ran * Flag.MASKED,
+        copy_bits=_copy_bits(candidates),
+        width=lanes.active * shape.verify_width,
+        flags=planned[:, LaneField.MASKED] * lanes.active * Flag.MASKED.value,
         tokens=verdict.tokens,
     )
 
 
-def _copy_bits(candidates: Candidates, ran: Tensor) -> Tensor:
+def _copy_bits(candidates: Candidates) -> Tensor:
     """Bit k = offered draft k was a copy."""
     if candidates.copies is None:
         return torch.zeros_like(candidates.offered)
-    depths = torch.arange(candidates.copies.shape[1], device=ran.device)
+    depths = torch.arange(candidates.copies.shape[1], device=candidates.copies.device)
     is_copy = (candidates.copies >= 0) & (depths < candidates.offered.unsqueeze(1))
-    return (is_copy * (1 << depths)).sum(1) * ran
-
-
-def is_round(shape: GraphShape) -> bool:
-    """Whether a shape names a decode or speculative round."""
-    return shape.kind in (GraphKind.DECODE, GraphKind.SPECULATIVE)
+    return (is_copy * (1 << depths)).sum(1)

@@ -88,7 +88,7 @@ class SlotLedger:
         for grant in plan.grants:
             view = self._slots[grant.slot]
             view.pages = max(view.pages, grant.first_index + len(grant.page_ids))
-        for lane in (*plan.lanes, *plan.prefill):
+        for lane in lanes_of(plan):
             view = self._slots[lane.slot]
             if view.epoch == lane.epoch and view.speculation is None:
                 view.speculation = plan.shape.speculation
@@ -99,7 +99,7 @@ class SlotLedger:
         Args:
             rows: record fields of each lane, in plan order.
         """
-        for lane, row in zip((*plan.lanes, *plan.prefill), rows, strict=True):
+        for lane, row in zip(lanes_of(plan), rows, strict=True):
             view = self._slots[lane.slot]
             if view.epoch != lane.epoch or not row[Field.STATUS] & Status.ACTIVE:
                 continue
@@ -120,7 +120,7 @@ class SlotLedger:
         for grant in plan.grants:
             yield from self._grant_problems(grant, ahead)
         limit = min(plan.context_pages or self._columns, self._columns)
-        for lane in (*plan.lanes, *plan.prefill):
+        for lane in lanes_of(plan):
             if not self._is_slot(lane.slot):
                 yield f"slot {lane.slot} does not exist, {len(self._slots)} slots were prepared"
                 continue
@@ -136,10 +136,8 @@ class SlotLedger:
 
     def _frame_problems(self, plan: RoundPlan, mask_rows: int | None) -> Iterator[str]:
         is_prefill = plan.shape.kind == GraphKind.PREFILL
-        lanes, others = (
-            (plan.prefill, plan.lanes) if is_prefill else (plan.lanes, plan.prefill)
-        )
-        if others:
+        lanes = lanes_of(plan)
+        if plan.lanes if is_prefill else plan.prefill:
             yield f"a {plan.shape.kind} program got lanes of the other kind"
         if not 1 <= len(lanes) <= plan.shape.batch_capacity:
             yield f"{len(lanes)} lanes, the shape holds 1..{plan.shape.batch_capacity}"
@@ -233,6 +231,12 @@ class SlotLedger:
             yield f"{name}: ends at {end}, the context holds {self._manifest.context_tokens}"
         yield from _family_problems(name, view, shape)
         yield from _page_problems(name, view, end, limit)
+
+
+def lanes_of(plan: RoundPlan) -> tuple[LanePlan | PrefillLane, ...]:
+    """The plan's lanes in record order."""
+    lanes: list[LanePlan | PrefillLane] = [*plan.lanes, *plan.prefill]
+    return tuple(lanes)
 
 
 def _fresh(init: SlotInit) -> SlotView:

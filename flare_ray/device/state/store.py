@@ -126,4 +126,3 @@ class StateStore:
         if row[Core.DRAFT_POSITION] not in (0, max(consumed - 1, 0)):
             problems.append(f"{row[Core.DRAFT_POSITION]} draft pairs for {consumed} consumed")
         return problems
-

@@ -2,8 +2,8 @@
 
 Pair i holds (x[i+1] + 1, signature of H after x[i]). Consecutive pairs must satisfy
     signature[i+1] - signature[i] = (x[i+1] + 1) * POWER[i+1]   mod SIGNATURE
-so a missing, stale or draft-derived pair is noticed. Like a recursive drafter it also writes rows for
-its own proposals, which the round must leave unreachable.
+so a missing, stale or draft-derived pair is noticed. Like a recursive drafter it also writes rows
+for its own proposals, which the round must leave unreachable.
 """
 
 from __future__ import annotations

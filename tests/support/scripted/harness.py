@@ -1,4 +1,4 @@
-"""A rank with the scripted model and a driver that plays a controller's part, one plan at a time."""
+"""A rank with the scripted model, and a driver that plays a controller's part plan by plan."""
 
 from __future__ import annotations
 
@@ -15,25 +15,13 @@ from flare_ray.contracts.record import LaneRecord, RoundReply, unpack_rows
 from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
 from flare_ray.device.executor import ModelParts, RankExecutor, state_limits
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
+from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.state.layout import pages_for, state_bytes
 from flare_ray.recipes.declaration import BuildOptions, Communicator
 from tests.support.scripted.drafter import drafter
 from tests.support.scripted.geometry import Script
 from tests.support.scripted.state import state
 from tests.support.scripted.target import target
-
-
-class OneRank:
-    """A TP group of one."""
-
-    rank = 0
-    size = 1
-
-    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
-        return value
-
-    def all_gather(self, value: torch.Tensor) -> torch.Tensor:
-        return value
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ def scripted_rank(
 ) -> RankExecutor:
     """One rank's executor."""
     setup = setup or Setup()
-    comm = comm or OneRank()
+    comm = comm or SingleGroup()
     options = BuildOptions("cpu", "float32", setup.prefill_tokens, setup.widths[-1])
     with torch.inference_mode():
         parts = ModelParts(

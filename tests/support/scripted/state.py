@@ -1,6 +1,6 @@
 """State of the scripted model: at least one group of every kind, and the history hash they share.
 
-    H(N) = sum over i < N of (x[i] + 1) * POWER[i]   mod 2**64
+H(N) = sum over i < N of (x[i] + 1) * POWER[i]   mod 2**64
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def signature(history_hash: Tensor) -> Tensor:
     return torch.remainder(history_hash, SIGNATURE)
 
 
-def page_places(
-    page_table: Tensor, positions: Tensor, valid: Tensor
-) -> tuple[Tensor, Tensor]:
+def page_places(page_table: Tensor, positions: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """(page id, offset) of positions [B, T]; invalid ones lie in the null page."""
     index = torch.where(valid, torch.div(positions, PAGE_TOKENS, rounding_mode="floor"), 0)
     pages = torch.where(valid, page_table.gather(1, index), 0)

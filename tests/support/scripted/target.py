@@ -1,4 +1,4 @@
-"""The scripted target: table rows looked up through a history that every state group vouches for."""
+"""The scripted target: table rows, looked up through a history every state group vouches for."""
 
 from __future__ import annotations
 

@@ -1,0 +1,376 @@
+"""From an engine's configuration to its plan, and to one rank that is ready to serve (contract: M6,
+G4, G5, R6).
+
+    plan_engine    config.json and shapes only: catalog, slots, pages, bytes; nothing is allocated
+    prepare_rank   plan, checkpoint check, capacity check, weights, state, warm-up of every program
+
+Every setting is either honoured or refused here by name, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from flare_ray.config import EngineConfig
+from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
+from flare_ray.contracts.plan import MAX_EOS_IDS
+from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.device.executor import ModelParts, RankExecutor
+from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
+from flare_ray.device.state.layout import DTYPE_BYTES, StateLimits, pages_for, state_bytes
+from flare_ray.device.state.store import TORCH_DTYPE
+from flare_ray.device.weights.index import open_checkpoint
+from flare_ray.device.weights.loader import RankWeights
+from flare_ray.device.weights.manifest import validate
+from flare_ray.errors import CapacityError, CheckpointError, ConfigError
+from flare_ray.recipes.declaration import (
+    BuildOptions,
+    Communicator,
+    Family,
+    Recipe,
+    TensorSpec,
+    resolve,
+)
+from flare_ray.recipes.registry import find_recipe
+
+GIB = 1 << 30
+HEADROOM_RATIO = 0.05
+"""Share of the free memory left for operators' intermediates; guess, revised by measurement."""
+GENERATION_FILE = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What preparation decided, with the recipe's parts that loading needs.
+
+    Attributes:
+        families: tensor families that are loaded.
+    """
+
+    manifest: PreparedManifest
+    recipe: Recipe
+    geometry: Any
+    families: tuple[Family, ...]
+
+
+def plan_engine(config: EngineConfig) -> PreparedManifest:
+    """What `prepare_rank` would build, from config.json and shapes alone.
+
+    Raises:
+        ConfigError: a setting asks for what the recipe, the checkpoint or this release lacks.
+        CheckpointError: config.json is missing, damaged or of another family.
+    """
+    return make_plan(config).manifest
+
+
+def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
+    """Load, allocate and warm one rank.
+
+    Args:
+        comm: this rank's group; its size is the configured TP degree.
+    Raises:
+        ConfigError, CheckpointError: as `plan_engine`; a tensor of the checkpoint does not match.
+        CapacityError: weights, pages, state and scratch do not fit the free memory.
+    """
+    if comm.size != config.tensor_parallel_size:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, the group has {comm.size} "
+            "ranks; start as many ranks as configured"
+        )
+    plan = make_plan(config)
+    if config.device == "cpu":
+        torch.set_num_threads(config.threads_per_rank)
+    with torch.inference_mode():
+        executor = RankExecutor(plan.manifest, _build(plan, config, comm), rank=comm.rank)
+    executor.warm()
+    return executor
+
+
+def make_plan(config: EngineConfig) -> EnginePlan:
+    """`plan_engine` with the parts it was made from."""
+    folder = Path(config.checkpoint)
+    config_json = _read_object(folder / "config.json", required=True)
+    recipe = find_recipe(config_json, name=config.recipe)
+    _check_device(config, recipe)
+    geometry = resolve(recipe.geometry)(config_json)
+    if config.context_tokens > geometry.max_context_tokens:
+        raise ConfigError(
+            f"context_tokens is {config.context_tokens}, the model holds "
+            f"{geometry.max_context_tokens}; lower context_tokens"
+        )
+    options = _catalog_options(config, recipe, geometry.num_drafter_layers)
+    shapes = catalog_shapes(options)
+    families: tuple[Family, ...] = ("target", "drafter") if options.speculative else ("target",)
+    limits = StateLimits(
+        slots=config.concurrency,
+        num_pages=_pool_pages(config) + 1,
+        context_tokens=config.context_tokens,
+        dtype=config.dtype,
+        device=config.device,
+        speculation=options.speculative,
+    )
+    spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
+    page_bytes, rest_bytes = state_bytes(spec, limits)
+    generation = _read_object(folder / GENERATION_FILE, required=False)
+    manifest = PreparedManifest(
+        recipe=recipe.name,
+        checkpoint_name=folder.resolve().name,
+        world_size=config.tensor_parallel_size,
+        device=config.device,
+        dtype=config.dtype,
+        vocab_size=geometry.vocab_size,
+        context_tokens=config.context_tokens,
+        page_tokens=PAGE_TOKENS,
+        num_pages=limits.num_pages,
+        slots=config.concurrency,
+        prefill_tokens=config.prefill_tokens,
+        draft_tokens=options.widths[-1] - 1 if options.speculative else 0,
+        speculation=options.speculative,
+        copy_inputs=options.speculative and recipe.speculation.copy_inputs,
+        eos_ids=_eos_ids(geometry.eos_ids, generation),
+        sampling_defaults=_sampling_defaults(recipe.sampling_defaults, generation),
+        shapes=shapes,
+        budget=ByteBudget(
+            weights_bytes=_weights_bytes(
+                resolve(recipe.manifest)(geometry), families, config=config
+            ),
+            page_bytes=page_bytes,
+            state_bytes=rest_bytes,
+            graph_pool_bytes=0,
+            scratch_bytes=scratch_sizes(shapes, geometry.vocab_size).num_bytes,
+        ),
+        threads=config.threads_per_rank if config.device == "cpu" else 0,
+    )
+    return EnginePlan(manifest, recipe, geometry, families)
+
+
+def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
+    """Refuse what does not fit, with the whole sum (contract: M6).
+
+    Args:
+        rank_bytes: memory that one rank may use.
+    Raises:
+        CapacityError: the sum, what is there, and the settings that change each part.
+    """
+    budget = manifest.budget
+    parts = (
+        ("weights", budget.weights_bytes, "tensor_parallel_size"),
+        ("pages", budget.page_bytes, "page_pool_tokens, concurrency or context_tokens"),
+        ("state", budget.state_bytes, "concurrency"),
+        ("graph pool", budget.graph_pool_bytes, "concurrency or speculation.widths"),
+        ("scratch", budget.scratch_bytes, "concurrency, prefill_tokens or speculation.widths"),
+    )
+    needed = sum(size for _, size, _ in parts)
+    usable = int(rank_bytes * (1 - HEADROOM_RATIO))
+    if needed <= usable:
+        return
+    summed = " + ".join(f"{name} {size / GIB:.3f}" for name, size, _ in parts)
+    largest = max(parts, key=lambda part: part[1])
+    raise CapacityError(
+        f"one rank needs {needed / GIB:.3f} GiB ({summed}), {usable / GIB:.3f} GiB are usable "
+        f"({rank_bytes / GIB:.3f} free less {HEADROOM_RATIO:.0%} headroom); {largest[0]} weigh "
+        f"most: change {largest[2]}"
+    )
+
+
+def free_bytes(device: str, world_size: int) -> int:
+    """Memory one rank may take now: its device's on CUDA, an equal share of the host's on CPU."""
+    if device == "cuda":
+        free, _total = torch.cuda.mem_get_info()
+        return int(free)
+    return int(psutil.virtual_memory().available) // world_size
+
+
+def _check_device(config: EngineConfig, recipe: Recipe) -> None:
+    degrees = recipe.tensor_parallel
+    if config.tensor_parallel_size not in degrees:
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, {recipe.name} splits over "
+            f"{', '.join(map(str, degrees))}; choose one of these"
+        )
+    if config.device == "cpu" and config.dtype != "float32":
+        raise ConfigError(f"dtype is {config.dtype}; CPU ranks run float32, set dtype: float32")
+    if config.device == "cuda" and not config.eager:
+        raise ConfigError(
+            "device: cuda needs captured graphs, which this release does not build yet; set eager: "
+            "true to run the same programs uncaptured, or device: cpu"
+        )
+
+
+def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) -> CatalogOptions:
+    settings = config.speculation
+    if settings.history_drafts:
+        raise ConfigError(
+            "speculation.history_drafts: copying from decoded history is not built yet; leave it "
+            "off"
+        )
+    speculative = settings.families != "ordinary"
+    if not speculative:
+        _refuse_drafts(config)
+    elif drafter_layers < 1:
+        raise ConfigError(
+            f"speculation.families is {settings.families}, the checkpoint holds no drafter; set "
+            "families: ordinary"
+        )
+    return CatalogOptions(
+        concurrency=config.concurrency,
+        prefill_tokens=config.prefill_tokens,
+        ordinary=settings.families != "speculative",
+        speculative=speculative,
+        widths=_widths(config, recipe) if speculative else (1,),
+        token_capacity=settings.token_capacity,
+    )
+
+
+def _refuse_drafts(config: EngineConfig) -> None:
+    settings = config.speculation
+    asked = {
+        "draft_tokens": settings.draft_tokens or 0,
+        "widths": (settings.widths or (1,))[-1] - 1,
+        "fixed_width": (settings.fixed_width or 1) - 1,
+    }
+    for name, drafts in asked.items():
+        if drafts:
+            raise ConfigError(
+                f"speculation.{name} asks for {drafts} drafts, speculation.families: ordinary "
+                "prepares no drafter; drop one of the two"
+            )
+
+
+def _widths(config: EngineConfig, recipe: Recipe) -> tuple[int, ...]:
+    settings = config.speculation
+    most = recipe.speculation.max_draft_tokens
+    drafts = settings.draft_tokens
+    if drafts is None:
+        default = recipe.speculation.default_draft_tokens
+        drafts = default if settings.widths is None else settings.widths[-1] - 1
+    if drafts > most:
+        raise ConfigError(
+            f"speculation asks for {drafts} drafts, {recipe.name} drafts at most {most}; lower "
+            "draft_tokens or widths"
+        )
+    widths = settings.widths or tuple(range(1, drafts + 2))
+    if settings.fixed_width is not None and settings.fixed_width not in widths:
+        raise ConfigError(
+            f"speculation.fixed_width is {settings.fixed_width}, prepared widths are "
+            f"{list(widths)}; prepare it or choose another"
+        )
+    return widths
+
+
+def _pool_pages(config: EngineConfig) -> int:
+    if config.page_pool_tokens is not None:
+        return pages_for(config.page_pool_tokens)
+    return config.concurrency * pages_for(config.context_tokens)
+
+
+def _weights_bytes(
+    specs: Iterable[TensorSpec], families: tuple[Family, ...], *, config: EngineConfig
+) -> int:
+    """Bytes of one rank's weights in the engine's type, from shapes."""
+    total = 0
+    for spec in specs:
+        if spec.family in families and spec.required:
+            count = math.prod(spec.shape)
+            if spec.shard_dim is not None:
+                count //= config.tensor_parallel_size
+            total += count * DTYPE_BYTES[config.dtype]
+    return total
+
+
+def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelParts:
+    """Check the checkpoint, check the sum, load target and drafter."""
+    manifest, recipe, geometry = plan.manifest, plan.recipe, plan.geometry
+    specs = resolve(recipe.manifest)(geometry)
+    options = BuildOptions(
+        device=manifest.device,
+        dtype=manifest.dtype,
+        prefill_tokens=manifest.prefill_tokens,
+        max_width=manifest.draft_tokens + 1,
+    )
+    spec = resolve(recipe.state)(geometry, comm.size)
+    target_of, drafter_of = resolve(recipe.target), resolve(recipe.drafter)
+    if not specs:  # a recipe without tensors has no files to check either
+        check_capacity(manifest, free_bytes(manifest.device, comm.size))
+        drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
+        return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
+    index = open_checkpoint(config.checkpoint)
+    validate(index, specs, families=plan.families, tolerated_prefixes=recipe.tolerated_prefixes)
+    check_capacity(manifest, free_bytes(manifest.device, comm.size))
+    weights = RankWeights(
+        index,
+        specs,
+        device=manifest.device,
+        dtype=TORCH_DTYPE[manifest.dtype],
+        families=plan.families,
+    )
+    with weights:
+        target = target_of(geometry, weights, comm, options)
+        weights.assert_all_used("target")
+        drafter = None
+        if manifest.speculation:
+            drafter = drafter_of(geometry, weights, comm, options)
+            weights.assert_all_used("drafter")
+    return ModelParts(spec, target, drafter)
+
+
+def _read_object(path: Path, *, required: bool) -> Mapping[str, Any]:
+    if not path.is_file():
+        if required:
+            raise CheckpointError(
+                f"{path} does not exist; `checkpoint` must name a folder with config.json"
+            )
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected an object")
+    return content
+
+
+def _eos_ids(recipe_ids: Iterable[int], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """EOS set: what the generation defaults say, else what the model's configuration says."""
+    declared = generation.get("eos_token_id")
+    ids = [declared] if isinstance(declared, int) else list(declared or recipe_ids)
+    unique = tuple(dict.fromkeys(ids))
+    if len(unique) > MAX_EOS_IDS:
+        raise ConfigError(f"{len(unique)} EOS ids, a slot holds {MAX_EOS_IDS}")
+    return unique
+
+
+def _sampling_defaults(recipe: SamplingDefaults, generation: Mapping[str, Any]) -> SamplingDefaults:
+    """The recipe's defaults with what generation_config.json states in their place (contract: S3).
+
+    Raises:
+        CheckpointError: a stated value cannot be sampled with.
+    """
+    values = {
+        name: getattr(recipe, name) if generation.get(name) is None else generation[name]
+        for name in ("temperature", "top_k", "top_p", "min_p")
+    }
+    fits: dict[str, Callable[[float], bool]] = {
+        "temperature": lambda x: 0 < x < math.inf,
+        "top_k": lambda x: x >= 0 and x == int(x),
+        "top_p": lambda x: 0 < x <= 1,
+        "min_p": lambda x: 0 <= x < 1,
+    }
+    for name, fit in fits.items():
+        value = values[name]
+        if not isinstance(value, int | float) or not math.isfinite(value) or not fit(value):
+            raise CheckpointError(f"{GENERATION_FILE}: {name} is {value!r}; mend the file")
+    return SamplingDefaults(
+        temperature=float(values["temperature"]),
+        top_k=int(values["top_k"]),
+        top_p=float(values["top_p"]),
+        min_p=float(values["min_p"]),
+    )
