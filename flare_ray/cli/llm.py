@@ -21,6 +21,8 @@ from flare_ray.errors import InvalidRequest
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from flare_ray.controller.loop import ControllerStats
+
 Prompt: TypeAlias = str | Sequence[int]
 """Text, or token ids."""
 
@@ -190,6 +192,10 @@ class LLM:
             normalise_messages(messages), tools=normalise_tools(tools) or None, options=options
         )
         return ids
+
+    def stats(self) -> ControllerStats:
+        """What runs, waits and is free, at once."""
+        return self._runner.engine.stats()
 
     def close(self) -> None:
         """Stop the engine and free its memory; requests of other threads fail. Idempotent."""

@@ -7,7 +7,6 @@ from collections import defaultdict
 
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.shapes import GraphKind, GraphShape
-from flare_ray.errors import CapacityError
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -30,49 +29,37 @@ def rank_bytes(manifest: PreparedManifest) -> int:
     )
 
 
-def rank_limit_bytes(manifest: PreparedManifest, given_gib: float | None) -> int:
-    """Memory that one rank may use: what the user says, else this machine's; 0 = unknown here."""
+def available_bytes(manifest: PreparedManifest, given_gib: float | None) -> int:
+    """Memory that one rank may use: what the user says, else what this machine has free.
+
+    Returns:
+        0 where this machine cannot say: the plan is for CUDA, and there is no CUDA device.
+    """
     if given_gib is not None:
         return int(given_gib * GIB)
-    if manifest.device == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().available) // manifest.world_size
     import torch
 
-    if not torch.cuda.is_available():
+    from flare_ray.device.prepare import free_bytes
+
+    if manifest.device == "cuda" and not torch.cuda.is_available():
         return 0
-    free, _total = torch.cuda.mem_get_info()
-    return int(free)
+    return free_bytes(manifest.device, manifest.world_size)
 
 
-def check_fit(manifest: PreparedManifest, rank_limit_bytes: int) -> str:
-    """One sentence that it fits.
+def fit_text(manifest: PreparedManifest, available: int) -> str:
+    """One sentence that the plan fits.
 
     Args:
-        rank_limit_bytes: memory that one rank may use.
+        available: memory that one rank may use; 0 = unknown.
     Raises:
-        CapacityError: it does not; names the largest part and the settings that change it.
+        CapacityError: it does not fit, as preparation would say.
     """
-    needed = rank_bytes(manifest)
-    if needed <= rank_limit_bytes:
-        return f"fits: {needed / GIB:.2f} of {rank_limit_bytes / GIB:.2f} GiB per rank"
-    parts = {name: count for name, count, _ in _parts(manifest)}
-    largest = max(parts, key=lambda name: parts[name])
-    raise CapacityError(
-        f"does not fit: one rank needs {needed / GIB:.2f} GiB "
-        f"({', '.join(f'{name} {count / GIB:.2f}' for name, count in parts.items())}), "
-        f"{rank_limit_bytes / GIB:.2f} GiB are available; {_ADVICE[largest]}"
-    )
+    if not available:
+        return "fit not checked: no CUDA device here; give --memory-gib"
+    from flare_ray.device.prepare import check_capacity
 
-
-_ADVICE = {
-    "weights": "raise tensor_parallel_size",
-    "pages": "lower page_pool_tokens, context_tokens or concurrency",
-    "state": "lower concurrency",
-    "graph pool": "lower concurrency, prefill_tokens or speculation.token_capacity",
-    "scratch": "lower prefill_tokens, concurrency or speculation.token_capacity",
-}
+    check_capacity(manifest, available)
+    return f"fits: {rank_bytes(manifest) / GIB:.3f} of {available / GIB:.3f} GiB per rank"
 
 
 def _parts(manifest: PreparedManifest) -> tuple[tuple[str, int, str], ...]:

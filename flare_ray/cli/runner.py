@@ -24,6 +24,7 @@ from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Delta, Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingParams
+from flare_ray.controller.loop import ControllerStats
 from flare_ray.controller.sampling import resolve
 from flare_ray.errors import InvalidRequest, Overloaded
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
@@ -47,6 +48,9 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request; unknown ids are no error."""
+
+    def stats(self) -> ControllerStats:
+        """Where the controller stands."""
 
     def shutdown(self, drain_s: float) -> None:
         """Stop everything."""
