@@ -1,0 +1,223 @@
+"""The command `flare-ray`: one frozen record per command, whose fields are its options.
+
+The command line library fills the record in and `execute` runs it, so a command is also an object
+that tests make without a terminal. Whatever loads torch, Ray or a tokeniser is imported in `run`:
+`flare-ray --help` loads none of them.
+
+Exit status: 0 done, 1 a check found problems, 2 the user (or the machine) must change something.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Protocol
+
+import typer
+
+from flare_ray._version import __version__
+from flare_ray.cli.options import EngineOptions
+from flare_ray.errors import ContractViolation, FlareError
+
+EXIT_PROBLEMS = 1
+EXIT_USER = 2
+
+_Checkpoint = Annotated[
+    Path, typer.Argument(help="Folder with config.json and *.safetensors.", metavar="CHECKPOINT")
+]
+_File = Annotated[Path, typer.Argument(help="Deployment file (YAML).", metavar="FILE")]
+_Source = Annotated[
+    Path,
+    typer.Argument(
+        help="Deployment file (YAML), or a checkpoint folder.", metavar="FILE|CHECKPOINT"
+    ),
+]
+
+
+class Command(Protocol):
+    """A command with its options filled in."""
+
+    def run(self) -> int:
+        """Do it; the exit status."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Compare a checkpoint's tensors with its recipe; exit status 1 if they differ."""
+
+    checkpoint: _Checkpoint
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe; otherwise found from the checkpoint's config.json.")
+    ] = None
+
+    def run(self) -> int:
+        """Print the comparison."""
+        from flare_ray.cli.inspect import inspect_checkpoint
+
+        report = inspect_checkpoint(self.checkpoint, recipe=self.recipe)
+        typer.echo(report.text)
+        return EXIT_PROBLEMS if report.problems else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(EngineOptions):
+    """Show bytes per rank and programs of an engine, without loading or allocating anything."""
+
+    source: _Source
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Memory that one rank may use; otherwise what this machine has free.",
+        ),
+    ] = None
+
+    def run(self) -> int:
+        """Print the plan, then whether it fits."""
+        from flare_ray.cli.plan import available_bytes, fit_text, plan_text
+        from flare_ray.cli.source import engine_of
+        from flare_ray.contracts.manifest import manifest_json
+        from flare_ray.device.prepare import plan_engine
+
+        config, changes = engine_of(self.source, self)
+        manifest = plan_engine(config)
+        for line in changes:
+            typer.echo(line, err=True)
+        typer.echo(manifest_json(manifest).decode() if self.json else plan_text(manifest))
+        fit = fit_text(manifest, available_bytes(manifest, self.memory_gib))
+        # Beside JSON the sentence must not be part of the document.
+        typer.echo(fit if self.json else f"\n{fit}", err=self.json)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Check a deployment file strictly: every key, every value."""
+
+    file: _File
+
+    def run(self) -> int:
+        """Print what the file deploys."""
+        from flare_ray.cli.config_check import check_file
+
+        typer.echo(check_file(self.file))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(EngineOptions):
+    """Serve a deployment on Ray until Ctrl-C. Options replace settings of the file."""
+
+    file: _File
+
+    def run(self) -> int:
+        """Run the server."""
+        from flare_ray.cli.serve import serve_file
+
+        return serve_file(self.file, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DebugServe(EngineOptions):
+    """Serve in one process, without Ray: the same engine, the same options, the same HTTP."""
+
+    source: _Source
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000
+
+    def run(self) -> int:
+        """Run the server."""
+        from flare_ray.cli.serve import debug_serve
+
+        return debug_serve(self.source, self, host=self.host, port=self.port)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Talk to a running server in the terminal."""
+
+    url: Annotated[str, typer.Option(help="Server address.")] = "http://127.0.0.1:8000"
+    model: Annotated[str | None, typer.Option(help="Otherwise the first model it lists.")] = None
+    system: Annotated[str | None, typer.Option(help="System message.")] = None
+    temperature: Annotated[float | None, typer.Option(help="0 = greedy.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Nucleus mass.")] = None
+    top_k: Annotated[int | None, typer.Option(help="0 = off.")] = None
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, in tokens.")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of every answer.")] = None
+
+    def run(self) -> int:
+        """Run the conversation."""
+        from rich.console import Console
+
+        from flare_ray.cli.chat import ChatClient, run_chat
+
+        names = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        client = ChatClient(self.url, model=self.model, settings=given, system=self.system)
+        try:
+            run_chat(client, Console())
+        finally:
+            client.close()
+        return 0
+
+
+def execute(command: Command, version: bool = False) -> None:
+    """Run what the command line library filled in; ends with the command's exit status."""
+    raise typer.Exit(command.run())
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flare-ray {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="flare-ray",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: option names are never cut, whatever the terminal's width or none at all.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    result_callback=execute,
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Speculative serving of large language models on Ray."""
+
+
+for _name, _command in {
+    "inspect": Inspect,
+    "plan": Plan,
+    "check": Check,
+    "serve": Serve,
+    "debug-serve": DebugServe,
+    "chat": Chat,
+}.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """Entry point: what the user can mend is one message on standard error, and exit status 2."""
+    try:
+        app(prog_name="flare-ray")
+    except ContractViolation:
+        # A fault of this project, not of its user: the traceback is the report.
+        raise
+    except FlareError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(EXIT_USER)
+
+
+if __name__ == "__main__":
+    main()
