@@ -17,11 +17,17 @@ RequestItem = Admitted | Delta | Finished | Failed
 
 
 class Inbox:
-    """Items of one request, in order. One reader; writers on the reader's event loop."""
+    """Items of one request, in order. One reader; writers on the reader's event loop.
+
+    Attributes:
+        heard: something has arrived.
+        closed: the last item has.
+    """
 
     def __init__(self) -> None:
         self._items: list[RequestItem] = []
         self._waiter: asyncio.Future[None] | None = None
+        self.heard = False
         self.closed = False
 
     def put(self, item: RequestItem) -> None:
@@ -29,6 +35,7 @@ class Inbox:
         if self.closed:
             return
         self._items.append(item)
+        self.heard = True
         self.closed = isinstance(item, Finished | Failed)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

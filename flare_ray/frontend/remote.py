@@ -1,0 +1,271 @@
+"""`EngineClient` over engines of other processes: submission, output stream, retry (contract: A4).
+
+One request is one open call (routing, back-pressure, fault) beside one inbox on the replica's
+output stream. Which library carries the call is not known here; `router.py` brings Ray Serve.
+
+A request whose engine dies is run at most twice, and only while nothing of it has been shown:
+
+    submit -> not admitted, the engine is dead or gone   -> wait for a ready engine, submit again,
+              until OPEN_LIMIT_S
+           -> refused (bad request, overload)            -> the caller gets the refusal
+           -> admitted -> dies before the first delta    -> as above, once
+                       -> dies after it                  -> `Failed`, the response ends in an error
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished
+from flare_ray.contracts.request import GenerationRequest
+from flare_ray.errors import FlareError, Overloaded
+from flare_ray.frontend.client import EngineInfo, StreamEvent
+from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
+from flare_ray.frontend.stream import Inbox, RequestItem, StreamTable, failure_error
+
+logger = logging.getLogger("ray.serve.flare")
+
+OPEN_LIMIT_S = 60.0
+"""Seconds within which a request whose engine is away must be admitted elsewhere."""
+RETRY_PAUSE_S = 0.5
+INFO_AGE_S = 1.0
+"""Age up to which facts about a ready engine are reused."""
+CALL_GRACE_S = 0.25
+"""Seconds that a failed call leaves its last items on the stream to arrive first."""
+
+
+class SubmitCall(Protocol):
+    """One open call to an engine."""
+
+    async def result(self) -> Finished | Failed:
+        """How the request ended; a lost engine is a `Failed` with the code rank_failure."""
+
+    def cancel(self) -> None:
+        """Give the call up, which cancels the request in the engine; idempotent."""
+
+
+class OutputStream(Protocol):
+    """The replica's receiving side (`actors.stream_receiver.StreamReceiver`)."""
+
+    address: str
+
+    def expect(self, request_id: str) -> None:
+        """Take items of a request about to be submitted."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop later items; idempotent."""
+
+
+class RemoteClient:
+    """Client of the engines behind `submit`.
+
+    Args:
+        submit: begins a call; routes it to some engine.
+        table: what `outputs` delivers to.
+        find: facts about a ready engine, None if there is none.
+        metrics: Prometheus text of all engines.
+
+    Attributes:
+        calls: watchers of open calls; held here so that one outlives the stream it belongs to.
+    """
+
+    def __init__(
+        self,
+        *,
+        submit: Callable[[GenerationRequest], SubmitCall],
+        outputs: OutputStream,
+        table: StreamTable,
+        find: Callable[[], Awaitable[EngineInfo | None]],
+        metrics: Callable[[], Awaitable[str]],
+    ) -> None:
+        self.submit = submit
+        self.outputs = outputs
+        self.table = table
+        self._find = find
+        self._metrics = metrics
+        self.calls: set[asyncio.Task[None]] = set()
+        self._lookup = asyncio.Lock()
+        self._known: EngineInfo | None = None
+        self._known_s = -INFO_AGE_S
+
+    async def open(self, request: GenerationRequest) -> RemoteStream:
+        """See `EngineClient.open`."""
+        stream = RemoteStream(self, request)
+        try:
+            await stream.admit()
+        except BaseException:
+            await stream.aclose()
+            raise
+        return stream
+
+    async def info(self) -> EngineInfo:
+        """See `EngineClient.info`."""
+        async with self._lookup:
+            if time.monotonic() - self._known_s >= INFO_AGE_S:
+                self._known = await self._find()
+                self._known_s = time.monotonic()
+        if self._known is None:
+            raise Overloaded(
+                "no engine is ready: it is starting, or being rebuilt after a failure",
+                retry_after_s=UNAVAILABLE_RETRY_S,
+                status=503,
+            )
+        return self._known
+
+    async def metrics(self) -> str:
+        """See `EngineClient.metrics`."""
+        return await self._metrics()
+
+    async def wait_ready(self, deadline_s: float) -> None:
+        """Pause, then wait until an engine is ready or `deadline_s` (monotonic) has passed."""
+        while True:
+            await asyncio.sleep(RETRY_PAUSE_S)
+            try:
+                await self.info()
+            except Overloaded:
+                if time.monotonic() < deadline_s:
+                    continue
+            return
+
+
+class _Attempt:
+    """One submission of a request under an id of its own: late items of a dead engine must not
+    be taken for output of the next attempt."""
+
+    def __init__(self, client: RemoteClient, request: GenerationRequest, number: int) -> None:
+        self._client = client
+        self.wire_id = request.request_id if number == 0 else f"{request.request_id}~{number}"
+        self.inbox: Inbox = client.table.register(self.wire_id)
+        client.outputs.expect(self.wire_id)
+        self._call = client.submit(
+            msgspec.structs.replace(
+                request, request_id=self.wire_id, reply_to=client.outputs.address
+            )
+        )
+        self._task = asyncio.create_task(self._watch())
+        client.calls.add(self._task)
+        self._task.add_done_callback(client.calls.discard)
+
+    async def _watch(self) -> None:
+        """A call that ends badly ends the stream, if the stream does not say so itself."""
+        result = await self._call.result()
+        if isinstance(result, Failed):
+            await asyncio.sleep(CALL_GRACE_S if self.inbox.heard else 0)
+            self.inbox.put(result)
+        # After `Finished` the last batch is still on its way; a lost one is noticed by the
+        # receiver, which then fails the request.
+
+    async def first(self, deadline_s: float) -> list[RequestItem]:
+        """The first items: led by `Admitted`, or by the `Failed` that ended the attempt."""
+        while True:
+            items = await self.inbox.take()
+            head = items[0]
+            unheard = isinstance(head, Failed) and head.code == "rank_failure"
+            if not unheard or self._task.done() or time.monotonic() >= deadline_s:
+                return items
+            # Only the receiver lost patience: the call still waits for an engine to be rebuilt.
+            self._forget()
+            self.inbox = self._client.table.register(self.wire_id)
+            self._client.outputs.expect(self.wire_id)
+
+    def close(self, *, finished: bool) -> None:
+        """Forget the request, and cancel it unless it has finished: then its call is about to
+        return by itself."""
+        self._forget()
+        if not finished:
+            self._call.cancel()
+            self._task.cancel()
+
+    def _forget(self) -> None:
+        self._client.table.forget(self.wire_id)
+        self._client.outputs.forget(self.wire_id)
+
+
+class RemoteStream:
+    """Output of one request, over as many attempts as it takes."""
+
+    def __init__(self, client: RemoteClient, request: GenerationRequest) -> None:
+        self._client = client
+        self._request = request
+        self._attempt: _Attempt | None = None
+        self._number = 0
+        self._admissions = 0
+        self._pending: list[RequestItem] = []
+        self._finished = False
+
+    async def admit(self) -> None:
+        """Submit until an engine admits the request.
+
+        Raises:
+            FlareError: it was refused, or no engine took it in OPEN_LIMIT_S.
+        """
+        deadline_s = time.monotonic() + OPEN_LIMIT_S
+        while True:
+            self._attempt = _Attempt(self._client, self._request, self._number)
+            self._number += 1
+            items = await self._attempt.first(deadline_s)
+            head = items[0]
+            if not isinstance(head, Failed):
+                self._admissions += 1
+                self._pending = items
+                return
+            self._drop_attempt()
+            # An engine that is leaving refuses with 503; once waiting, a request waits that out.
+            gone = head.code == "rank_failure" or (head.status == 503 and self._number > 1)
+            if not gone or time.monotonic() >= deadline_s:
+                raise failure_error(head)
+            logger.warning(
+                "request %s waits for another engine: %s", self._request.request_id, head.message
+            )
+            await self._client.wait_ready(deadline_s)
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        """See `RequestStream.__aiter__`."""
+        shown = False
+        while True:
+            items, self._pending = self._pending, []
+            for item in items:
+                if isinstance(item, Admitted):
+                    continue
+                if isinstance(item, Failed) and await self._readmitted(item, shown=shown):
+                    break
+                shown = True
+                self._finished = isinstance(item, Finished)
+                yield item
+                if not isinstance(item, Delta):
+                    return
+            if not self._pending:
+                assert self._attempt is not None
+                self._pending = await self._attempt.inbox.take()
+
+    async def aclose(self) -> None:
+        """See `RequestStream.aclose`."""
+        self._drop_attempt()
+
+    async def _readmitted(self, failed: Failed, *, shown: bool) -> bool:
+        """Run a request that lost its engine once more, if nothing of it has been shown.
+
+        Returns:
+            False: `failed` stands.
+        """
+        if shown or failed.code != "rank_failure" or self._admissions > 1:
+            return False
+        self._drop_attempt()
+        await self._client.wait_ready(time.monotonic() + OPEN_LIMIT_S)
+        try:
+            await self.admit()
+        except FlareError as error:
+            logger.warning("request %s was not taken again: %s", self._request.request_id, error)
+            return False
+        return True
+
+    def _drop_attempt(self) -> None:
+        if self._attempt is not None:
+            self._attempt.close(finished=self._finished)
+            self._attempt = None
