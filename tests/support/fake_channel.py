@@ -210,7 +210,9 @@ class FakeChannel:
         slot = self._slots[init.slot]
         _require(slot.init is None or init.epoch > slot.init.epoch, "an epoch was used twice")
         _require(init.budget >= 1 and init.temperature > 0, f"slot {init.slot}: bad init {init}")
-        _require(not self._is_queued(init.slot), f"slot {init.slot} reused under a queued round")
+        epoch = slot.init.epoch if slot.init is not None else 0
+        reused_early = self._is_queued(init.slot, epoch)
+        _require(not reused_early, f"slot {init.slot} reused under a queued round")
         self._slots[init.slot] = _Slot(init=init)
         self.rows_by_request[init.uid] = []
 
@@ -223,7 +225,7 @@ class FakeChannel:
             _require(place not in slot.pages, f"slot {grant.slot}: entry {place} granted twice")
             _require(page not in slot.pages.values(), f"page {page} granted twice to one slot")
             owner = self._owner.get(page)
-            reused_early = owner is not None and self._is_queued(owner[0])
+            reused_early = owner is not None and self._is_queued(*owner)
             _require(not reused_early, f"page {page} reused under a queued round")
             slot.pages[place] = page
             self._owner[page] = (grant.slot, slot.init.epoch)
@@ -348,9 +350,9 @@ class FakeChannel:
         size = len(msgspec.msgpack.encode(plan))
         _require(size <= MAX_PLAN_BYTES, f"plan of {size} bytes")
 
-    def _is_queued(self, slot: int) -> bool:
+    def _is_queued(self, slot: int, epoch: int) -> bool:
         return any(
-            lane.slot == slot
+            (lane.slot, lane.epoch) == (slot, epoch)
             for plan, _, _ in self._queued
             for lane in (*plan.lanes, *plan.prefill)
         )

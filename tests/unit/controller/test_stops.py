@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
 from flare_ray.controller.stops import OutputStops
+from tests.support.stop_reference import Stops, one_shot
 
 GREEDY = SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 WIDTHS = (1, 2, 4, 8)
@@ -152,30 +153,6 @@ def test_stop_across_a_multibyte_character_matches_bytes():
     assert end.completion_tokens == 3
 
 
-# The one-shot reference: whole output at once, quadratic and obvious.
-
-
-def reference(tokens, table, eos, stops, stop_ids, include_stop, max_tokens):
-    """Visible bytes, visible tokens that have no bytes, reason, stop_reason, completion tokens."""
-    text = b""
-    for count, token in enumerate(tokens, start=1):
-        if token in eos:
-            return text, "stop", None, count
-        if token in stop_ids:
-            return text, "stop", token, count
-        before = len(text)
-        text += table[token]
-        for end in range(before + 1, len(text) + 1):
-            ending = [stop for stop in stops if text[:end].endswith(stop)]
-            if ending:
-                stop = max(ending, key=len)
-                cut = end if include_stop else end - len(stop)
-                return text[:cut], "stop", stop.decode(errors="replace"), count
-        if count == max_tokens:
-            return text, "length", None, count
-    return text, None, None, len(tokens)
-
-
 TABLE = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bbb", b"c", b"abcab", b"", b"\xe2", b"\x82\xac"]
 
 
@@ -208,14 +185,16 @@ def test_any_chunking_equals_the_one_shot_reference(case):
         stop_token_ids=case["stop_ids"],
     )
     deltas, end = play(stops, case["tokens"], case["chunks"])
-    text, reason, stop_reason, count = reference(
+    text, reason, stop_reason, count = one_shot(
         case["tokens"],
         TABLE,
-        case["eos"],
-        case["stop"],
-        case["stop_ids"],
-        case["include_stop"],
-        case["max_tokens"],
+        Stops(
+            eos=case["eos"],
+            strings=case["stop"],
+            ids=case["stop_ids"],
+            include=case["include_stop"],
+            max_tokens=case["max_tokens"],
+        ),
     )
     if end is None:
         assert reason is None

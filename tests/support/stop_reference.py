@@ -1,0 +1,36 @@
+"""Where an output ends, decided from the whole of it: quadratic, obvious, no streaming."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What may end an output."""
+
+    max_tokens: int
+    eos: Sequence[int] = ()
+    strings: Sequence[bytes] = ()
+    ids: Sequence[int] = ()
+    include: bool = False
+
+
+def one_shot(tokens: Sequence[int], table: Sequence[bytes], stops: Stops):
+    """Visible bytes, reason, stop_reason, completion tokens; reason None = not ended yet."""
+    text = b""
+    for count, token in enumerate(tokens, start=1):
+        if token in stops.eos:
+            return text, "stop", None, count
+        if token in stops.ids:
+            return text, "stop", token, count
+        before = len(text)
+        text += table[token]
+        for end in range(before + 1, len(text) + 1):
+            ending = [stop for stop in stops.strings if text[:end].endswith(stop)]
+            if ending:
+                stop = max(ending, key=len)
+                cut = end if stops.include else end - len(stop)
+                return text[:cut], "stop", stop.decode(errors="replace"), count
+        if count == stops.max_tokens:
+            return text, "length", None, count
+    return text, None, None, len(tokens)
