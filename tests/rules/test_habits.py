@@ -52,14 +52,25 @@ def _handles(handler: ast.ExceptHandler) -> bool:
 
 
 def check_open_keywords(source: Source) -> list[Violation]:
-    """No ``**kwargs``: what a function accepts is written in its signature."""
+    """No ``**kwargs``: what a function accepts is written in its signature.
+
+    ``**settings: Unpack[T]`` is such a signature: T, a typed dictionary, lists the names.
+    """
     return [
         Violation(source.path, node.lineno, f"{node.name} takes **{node.args.kwarg.arg}")
         for node in ast.walk(source.tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.args.kwarg is not None
+        and not _is_unpacked(node.args.kwarg.annotation)
         and node.name not in {"__init_subclass__", "__pydantic_init_subclass__"}
     ]
+
+
+def _is_unpacked(annotation: ast.expr | None) -> bool:
+    return (
+        isinstance(annotation, ast.Subscript)
+        and dotted_name(annotation.value).split(".")[-1] == "Unpack"
+    )
 
 
 def check_config_fields(sources: tuple[Source, ...]) -> list[Violation]:
@@ -260,6 +271,11 @@ def test_handler_rule_catches_suppress_of_everything():
 
 def test_keyword_rule_catches_open_signature():
     assert check_open_keywords(Source.parse("a.py", "def f(**kwargs): ...\n"))
+    assert check_open_keywords(Source.parse("a.py", "def f(**kwargs: Any): ...\n"))
+
+
+def test_keyword_rule_accepts_a_typed_dictionary():
+    assert not check_open_keywords(Source.parse("a.py", "def f(**settings: Unpack[Names]): ...\n"))
 
 
 CLOSED = 'class A(BaseModel, frozen=True, extra="forbid"):\n'

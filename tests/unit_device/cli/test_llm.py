@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flare_ray import LLM, SamplingParams
+from flare_ray.cli.llm import EngineSettings
 from flare_ray.cli.runner import _Call
 from flare_ray.config import EngineConfig
 from flare_ray.errors import CheckpointError, ConfigError, FlareError, InvalidRequest
@@ -295,3 +296,7 @@ def test_wrong_setting_is_named(folder, settings, error, message):
 def test_absent_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="nowhere"):
         open_llm(tmp_path / "nowhere")
+
+
+def test_settings_are_the_fields_of_the_configuration():
+    assert set(EngineSettings.__annotations__) | {"checkpoint"} == set(EngineConfig.model_fields)
