@@ -64,10 +64,11 @@ class Arena:
 
     def poison(self) -> None:
         """Fill everything a program must not read before writing it; for tests (contract: G4)."""
-        self.q.fill_(float("nan"))
-        self.record.fill_(-(2**40))
-        self.masks.tensor.fill_(0x5A5A5A5A)
-        self.lanes.tensor.fill_(2**40)
+        with torch.inference_mode():
+            self.q.fill_(float("nan"))
+            self.record.fill_(-(2**40))
+            self.masks.tensor.fill_(0x5A5A5A5A)
+            self.lanes.tensor.fill_(2**40)
 
 
 class EagerRound:

@@ -141,8 +141,8 @@ class SlotLedger:
             yield f"a {plan.shape.kind} program got lanes of the other kind"
         if not 1 <= len(lanes) <= plan.shape.batch_capacity:
             yield f"{len(lanes)} lanes, the shape holds 1..{plan.shape.batch_capacity}"
-        if len({lane.slot for lane in lanes}) != len(lanes):
-            yield "a slot has two lanes in one round"
+        if len({(lane.slot, lane.epoch) for lane in lanes}) != len(lanes):
+            yield "a request has two lanes in one round"
         if mask_rows is not None and mask_rows != plan.mask_rows:
             yield f"{mask_rows} mask rows came with the plan, it names {plan.mask_rows}"
 
