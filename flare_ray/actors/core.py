@@ -51,7 +51,7 @@ class EngineParts:
         channel: ranks that have been prepared and agree on `manifest`.
         token_bytes: bytes by token id (`controller.grammar.token_bytes`).
         release_ranks: ends the ranks at once, without waiting for them to agree; called once, from
-            the controller's thread after a fault or from `shutdown`.
+            the controller's thread after a fault or from `shutdown`, before the channel is closed.
         health_timeout_s: seconds without a finished round, while work is pending, that count as a
             hang.
     """
@@ -342,8 +342,8 @@ class EngineCore:
             if self._released:
                 return
             self._released = True
-        self.parts.channel.close()
         self.parts.release_ranks()
+        self.parts.channel.close()
 
     def _fail_remaining(self, message: str, *, remote: bool) -> None:
         """End what the controller could not: a request is never left without an answer.

@@ -27,6 +27,7 @@ from flare_ray.actors.ranks import Ranks, start_ranks
 from flare_ray.actors.stream import StreamSender
 from flare_ray.actors.vocabulary import engine_token_bytes
 from flare_ray.config import DeploymentConfig
+from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.errors import FlareError, InvalidRequest, Overloaded, RankFailure
@@ -70,6 +71,7 @@ class EngineHost:
         self._group = own_placement_group(config)
         self._ranks: Ranks | None = None
         self._core: EngineCore | None = None
+        self._record: EngineRecord | None = None
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._reporter = threading.Thread(
@@ -101,8 +103,9 @@ class EngineHost:
             ranks.kill()
             raise
         self._ranks, self._core = ranks, core
+        self._record = self._make_record(core.manifest)
         self._directory.sweep()
-        self._directory.publish(self._record(core))
+        self._directory.publish(self._record)
         self._reporter.start()
         logger.info(
             "engine %s: ready after %.1f s, ranks %s",
@@ -110,7 +113,7 @@ class EngineHost:
             time.monotonic() - started_s,
             [(place.pid, place.gpu_ids) for place in ranks.places],
         )
-        return self._record_bytes(core)
+        return _encode(self._record)
 
     async def submit(self, request_bytes: bytes) -> bytes:
         """Run one request; open until it has ended, so that Serve's queues, autoscaling, draining
@@ -159,9 +162,9 @@ class EngineHost:
         Raises:
             Overloaded: status 503: the engine is not ready.
         """
-        if self._core is None or not self._core.ready:
+        if self._core is None or self._record is None or not self._core.ready:
             raise _not_ready(self._core.fatal if self._core is not None else "it is starting")
-        return self._record_bytes(self._core)
+        return _encode(self._record)
 
     def check_health(self) -> None:
         """Raise if the engine has failed or makes no progress; called by Serve, waits for nothing.
@@ -207,19 +210,16 @@ class EngineHost:
             self._reporter.join(2 * BEAT_S)
             self._directory.withdraw(self.engine_id)
 
-    def _record(self, core: EngineCore) -> EngineRecord:
+    def _make_record(self, manifest: PreparedManifest) -> EngineRecord:
         limit = self.config.engine.admission.max_prompt_tokens
-        longest = core.manifest.context_tokens - 1
+        longest = manifest.context_tokens - 1
         return EngineRecord(
             engine_id=self.engine_id,
             secret=self._secret,
-            manifest=core.manifest,
+            manifest=manifest,
             max_prompt_tokens=longest if limit is None else min(limit, longest),
             started_s=time.time(),
         )
-
-    def _record_bytes(self, core: EngineCore) -> bytes:
-        return _encode(self._record(core))
 
     def _report(self) -> None:
         """Thread: write load and metrics to the directory each second."""

@@ -43,7 +43,9 @@ PLACE_LIMIT_S = 60.0
 PROGRESS_S = 30.0
 """Seconds between two lines in the log while weights load."""
 GREETING_LIMIT_S = 10.0
-KILL_LIMIT_S = 10.0
+SOFT_LIMIT_S = 1.0
+"""Seconds for Ray to end all ranks before they get SIGKILL."""
+KILL_LIMIT_S = 5.0
 """Seconds after which a killed rank that is still there is reported (contract: A4)."""
 
 
@@ -82,19 +84,20 @@ class RankProcesses:
             self.descriptors.append(os.pidfd_open(place.pid))
 
     def kill(self) -> None:
-        """SIGKILL every rank, then wait for the ends of their processes; idempotent."""
+        """End every rank and wait for the ends of their processes; idempotent.
+
+        Ray's own kill comes first, so that its logs do not report a crash; whoever is still there
+        a moment later gets SIGKILL.
+        """
         actors, self.actors = self.actors, []
         descriptors, self.descriptors = self.descriptors, []
-        for descriptor in descriptors:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         for actor in actors:
             ray.kill(actor, no_restart=True)
-        deadline = time.monotonic() + KILL_LIMIT_S
         for rank, descriptor in enumerate(descriptors):
-            left_s = max(deadline - time.monotonic(), 0.0)
-            ended, _, _ = select.select([descriptor], [], [], left_s)
-            if not ended:
+            if not _has_ended(descriptor, SOFT_LIMIT_S / len(descriptors)):
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            if not _has_ended(descriptor, KILL_LIMIT_S):
                 logger.error(
                     "rank %d (pid %d) is still there %.0f s after SIGKILL",
                     rank,
@@ -102,6 +105,12 @@ class RankProcesses:
                     KILL_LIMIT_S,
                 )
             os.close(descriptor)
+
+
+def _has_ended(descriptor: int, limit_s: float) -> bool:
+    """Whether the process of a descriptor ends within `limit_s`."""
+    ended, _, _ = select.select([descriptor], [], [], limit_s)
+    return bool(ended)
 
 
 def start_ranks(config: DeploymentConfig, group: PlacementGroup, prepare: PrepareRank) -> Ranks:
@@ -134,8 +143,8 @@ def start_ranks(config: DeploymentConfig, group: PlacementGroup, prepare: Prepar
         manifest = _agreed_manifest(_all_ready(references))
         links = listener.accept(timeout_s=GREETING_LIMIT_S)
     except BaseException:
-        listener.close()
         processes.kill()
+        listener.close()
         raise
     channel = SocketChannel(links, config.engine.rank_timeout_s)
     return Ranks(manifest, channel, places, processes)
