@@ -77,7 +77,7 @@ def _parts(manifest: PreparedManifest) -> tuple[tuple[str, int, str], ...]:
 def _engine_text(manifest: PreparedManifest) -> str:
     ranks = manifest.world_size
     drafts = f"up to {manifest.draft_tokens} drafts" if manifest.speculation else "no drafter"
-    threads = f", {manifest.threads} threads each" if manifest.threads else ""
+    threads = f", {manifest.threads} CPU thread(s) each" if manifest.threads else ""
     return "\n".join(
         (
             f"{manifest.recipe}: {manifest.checkpoint_name}",
