@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from flare_ray.config.engine import EngineConfig
 
@@ -50,6 +50,15 @@ class IngressDeployment(BaseModel, frozen=True, extra="forbid"):
     heartbeat_timeout_s: float = Field(
         10.0, gt=0, description="Seconds without an engine's heartbeat that end its requests."
     )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> IngressDeployment:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas {self.min_replicas} exceeds max_replicas {self.max_replicas}; "
+                "change either"
+            )
+        return self
 
 
 class DeploymentConfig(BaseModel, frozen=True, extra="forbid"):

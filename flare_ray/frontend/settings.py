@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.errors import CheckpointError
 from flare_ray.frontend.tokenizer import TextCodec, TokenizerPool
 from flare_ray.recipes.declaration import ChatFormat
+from flare_ray.recipes.registry import find_recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +35,33 @@ class ApiSettings:
     max_body_bytes: int
     pool: TokenizerPool = field(default_factory=TokenizerPool)
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+def load_settings(config: DeploymentConfig) -> ApiSettings:
+    """Settings of the routes; reads the checkpoint's tokeniser and template.
+
+    Raises:
+        CheckpointError: they are missing or broken.
+    """
+    chat = chat_format(config.engine)
+    return ApiSettings(
+        model_name=config.model_name,
+        codec=TextCodec(Path(config.engine.checkpoint), chat),
+        chat=chat,
+        max_body_bytes=config.ingress.max_body_bytes,
+    )
+
+
+def chat_format(config: EngineConfig) -> ChatFormat:
+    """The chat format of the recipe that serves the checkpoint.
+
+    Raises:
+        CheckpointError: config.json is missing or no JSON.
+        ConfigError: no recipe serves it.
+    """
+    file = Path(config.checkpoint) / "config.json"
+    try:
+        document = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{file} is not a readable config.json: {error}") from error
+    return find_recipe(document, name=config.recipe).chat
