@@ -1,0 +1,90 @@
+"""Bytes of weights from shapes alone (contract: M6, R10)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK
+from flare_ray.device.weights.formats.nvfp4 import GROUP
+from flare_ray.device.weights.manifest import BOTH_FAMILIES
+from flare_ray.errors import ConfigError
+from flare_ray.recipes.declaration import Family, TensorSpec
+
+SCALE_BYTES = 4
+"""A float32 scale: of an FP8 block, or of a whole NVFP4 matrix."""
+
+
+def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
+    """Shape of one rank's part of a listed tensor.
+
+    Raises:
+        ConfigError: the ranks cannot share its `shard_dim` equally.
+    """
+    if spec.shard_dim is None or world_size == 1:
+        return spec.shape
+    size = spec.shape[spec.shard_dim]
+    if size % world_size:
+        raise ConfigError(
+            f"{spec.name}: dimension {spec.shard_dim} has {size} entries, which {world_size} ranks "
+            "cannot share equally; choose another tensor_parallel_size"
+        )
+    shape = list(spec.shape)
+    shape[spec.shard_dim] = size // world_size
+    return tuple(shape)
+
+
+def format_bytes(
+    shape: tuple[int, ...],
+    format: WeightFormat,
+    *,
+    element_bytes: int,
+    block: tuple[int, int] = DEFAULT_BLOCK,
+) -> int:
+    """Bytes of a tensor of this shape, its scales included.
+
+    Args:
+        shape: unpacked; a matrix unless `format` is PLAIN.
+        element_bytes: of one element where `format` is PLAIN.
+        block: rows and columns of an FP8 block.
+    """
+    count = math.prod(shape)
+    if format is WeightFormat.PLAIN:
+        return count * element_bytes
+    rows, columns = shape
+    if format is WeightFormat.FP8_BLOCK:
+        return count + SCALE_BYTES * -(-rows // block[0]) * -(-columns // block[1])
+    return count // 2 + count // GROUP + SCALE_BYTES
+
+
+def rank_weight_bytes(
+    specs: Iterable[TensorSpec],
+    *,
+    world_size: int,
+    element_bytes: int,
+    families: Iterable[Family] = BOTH_FAMILIES,
+    format_of: Callable[[TensorSpec], WeightFormat] | None = None,
+) -> int:
+    """Weight bytes of one rank: required tensors, divided where their specs say so.
+
+    Args:
+        specs: a recipe's manifest.
+        world_size: TP degree.
+        element_bytes: of the type in which plain tensors are kept.
+        families: families that are loaded.
+        format_of: format in which a tensor is *kept*; None = all plain, which is what a loader
+            that dequantises keeps whatever the checkpoint stores.
+    Raises:
+        ConfigError: a tensor that `world_size` ranks cannot share.
+    """
+    wanted = frozenset(families)
+    return sum(
+        format_bytes(
+            rank_shape(spec, world_size),
+            WeightFormat.PLAIN if format_of is None else format_of(spec),
+            element_bytes=element_bytes,
+        )
+        for spec in specs
+        if spec.family in wanted and spec.required
+    )
