@@ -80,9 +80,9 @@ class Plan(EngineOptions):
         from flare_ray.device.prepare import plan_engine
 
         config, changes = engine_of(self.source, self)
-        manifest = plan_engine(config)
         for line in changes:
             typer.echo(line, err=True)
+        manifest = plan_engine(config)
         typer.echo(manifest_json(manifest).decode() if self.json else plan_text(manifest))
         fit = fit_text(manifest, available_bytes(manifest, self.memory_gib))
         # Beside JSON the sentence must not be part of the document.

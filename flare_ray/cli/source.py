@@ -27,13 +27,19 @@ def deployment_of(file: Path, options: EngineOptions) -> tuple[DeploymentConfig,
     """The deployment of a file with options applied, and one line per setting they replaced.
 
     Raises:
-        ConfigError: as `engine_of`.
+        ConfigError: as `engine_of`; or the file deploys no engine, or several.
     """
     if not file.exists():
         raise ConfigError(f"{file} does not exist: give a deployment file or a checkpoint folder")
-    from flare_ray.cli.config_check import load_deployment
+    from flare_ray.cli.config_check import check_document, read_document
 
-    deployment = load_deployment(file)
+    configs = check_document(read_document(file), name=str(file)).configs
+    if len(configs) != 1:
+        raise ConfigError(
+            f"{file} has {len(configs)} applications of this project ({', '.join(configs)}), and "
+            "options apply to one: split the file"
+        )
+    [deployment] = configs.values()
     # What the file leaves out stays left out, so that defaults are not taken for its wishes.
     section = deployment.engine.model_dump(exclude_unset=True)
     overrides = options.overrides(section)
