@@ -42,14 +42,14 @@ def contribution(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return value.to(dtype)
 
 
-def collect(group) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def collect(group, device: str = "cpu") -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(sum, concatenation) for every shape and type, then a transposed (strided) input."""
     seen = []
     for shape in SHAPES:
         for dtype in DTYPES:
-            value = contribution(group.rank, shape, dtype)
+            value = contribution(group.rank, shape, dtype).to(device)
             seen.append((group.all_reduce(value.clone()), group.all_gather(value)))
-    strided = contribution(group.rank, (4, 6), torch.float32).T
+    strided = contribution(group.rank, (4, 6), torch.float32).to(device).T
     seen.append((group.all_reduce(strided), group.all_gather(strided)))
     return seen
 
@@ -65,11 +65,34 @@ def run_worker(rank: int, ports: Ports, report: Connection) -> None:
         seen["four"] = healthy(rank, RANKS, ports.four)
         seen["hung"] = hung(rank, ports.hung)
         seen["killed"] = killed(rank, ports.killed)
-    # As bytes: a sent tensor would be fetched from this process, which may have ended by then.
+    send(seen, report)
+
+
+def send(seen: dict[str, object], report: Connection) -> None:
+    """As bytes: a sent tensor would be fetched from this process, which may have ended by then."""
     buffer = io.BytesIO()
     torch.save(seen, buffer)
     report.send_bytes(buffer.getvalue())
     report.close()
+
+
+def run_nccl_worker(rank: int, size: int, port: int, report: Connection) -> None:
+    """The healthy scenario on one GPU per rank, then the same collectives captured and replayed."""
+    device = f"cuda:{rank}"
+    where = Rendezvous(HOST, port, rank, size)
+    with torch.inference_mode(), connect(where, device=device) as group:
+        eager = [(total.cpu(), joined.cpu()) for total, joined in collect(group, device)]
+        group.barrier()
+        value = torch.zeros(4, device=device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            joined = group.all_gather(value)
+            total = group.all_reduce(value.clone())
+        value.fill_(10.0 * (rank + 1))
+        graph.replay()
+        torch.cuda.synchronize()
+        send({"eager": eager, "replayed": (total.cpu(), joined.cpu())}, report)
+        del graph
 
 
 def healthy(rank: int, size: int, port: int) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -4,7 +4,9 @@ import json
 import struct
 import time
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from flare_ray.device.weights.index import open_checkpoint, scan_checkpoint
 from flare_ray.errors import CheckpointError
@@ -270,3 +272,19 @@ def test_headers_alone_are_read(tmp_path):
     start = time.process_time()
     assert open_checkpoint(tmp_path).total_bytes == len(entries) * step
     assert time.process_time() - start < HEADER_CPU_SECONDS
+
+
+@given(flips=st.lists(st.tuples(st.integers(0, 2000), st.integers(1, 255)), min_size=1, max_size=6))
+@settings(max_examples=150)
+def test_damaged_header_bytes_give_problems_or_a_consistent_index(tmp_path_factory, flips):
+    """Whatever bytes a download damages, the answer is a report, never another exception."""
+    folder = tmp_path_factory.getbasetemp() / "flipped"
+    path = build("fp8").write(folder) / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    for place, mask in flips:
+        raw[place] ^= mask
+    path.write_bytes(bytes(raw))
+    index, problems = scan_checkpoint(folder)
+    if not problems:
+        header = 8 + int.from_bytes(raw[:8], "little")
+        assert index.total_bytes == len(raw) - header

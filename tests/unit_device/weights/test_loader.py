@@ -316,3 +316,20 @@ def test_context_closes_the_files(tmp_path):
         kept = weights.shared(NORM)
     assert kept.any()
     assert weights.shared(NORM) is not kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_on_a_gpu_equal_their_references(tmp_path, form, dtype):
+    made = build(form)
+    index = open_checkpoint(made.write(tmp_path))
+    weights = RankWeights(index, SPECS, device="cuda:0", dtype=dtype)
+    for name, value in made.values.items():
+        loaded = weights.tensor(name)
+        assert loaded.device.type == "cuda"
+        assert torch.equal(loaded.cpu(), value.to(dtype)), name
+    parts = weights.quantised(DOWN, split=Split(1, 1, 2))
+    if parts is not None:
+        expected = made.values[DOWN][:, 96:]
+        assert torch.equal(parts.dequantise(torch.float32).cpu(), expected)
