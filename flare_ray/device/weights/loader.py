@@ -7,10 +7,10 @@ what was asked for, so that a builder that forgets a tensor is caught before it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar, cast
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,7 @@ from flare_ray.errors import CheckpointError, ConfigError, ContractViolation
 from flare_ray.recipes.declaration import Family, TensorSpec
 
 Range = tuple[int, int]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class RankWeights:
         self._files: dict[Path, safe_open] = {}
         self._used: set[str] = set()
         self._shared: dict[tuple[str, Split | None, torch.dtype], Tensor] = {}
+        self._made: dict[str, object] = {}
         self._bytes_loaded = 0
 
     def __enter__(self) -> Self:
@@ -80,6 +82,7 @@ class RankWeights:
         """Let go of the files and of shared tensors; tensors handed out stay valid."""
         self._files.clear()
         self._shared.clear()
+        self._made.clear()
 
     @property
     def bytes_loaded(self) -> int:
@@ -129,6 +132,13 @@ class RankWeights:
         if key not in self._shared:
             self._shared[key] = self.tensor(name, split=split, dtype=dtype)
         return self._shared[key]
+
+    def once(self, key: str, make: Callable[[], Made]) -> Made:
+        """What `make` returned at the first call with this key: for a tensor in its run-time layout
+        that target and drafter both use."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
 
     def quantised(
         self, name: str, *, split: Split | None = None

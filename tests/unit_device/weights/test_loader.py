@@ -215,6 +215,13 @@ def test_shared_tensor_exists_once(tmp_path):
     assert weights.shared(HEAD, split=Split(0, 0, 2), dtype=torch.bfloat16) is not first
 
 
+def test_derived_tensor_is_made_once_per_key(tmp_path):
+    weights = load(build("bf16").write(tmp_path))
+    made = weights.once("turned", lambda: weights.tensor(GATE).T.contiguous())
+    assert weights.once("turned", lambda: torch.zeros(1)) is made
+    assert weights.once("other", lambda: torch.zeros(1)) is not made
+
+
 def test_optional_tensor_is_asked_for_before_it_is_read(tmp_path):
     made = build("bf16")
     weights = load(made.write(tmp_path))
