@@ -1,0 +1,65 @@
+"""Feed-forward blocks: one bounded SwiGLU, or routed and shared experts of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from flare_ray.device.ops.linear.api import Linear
+from flare_ray.device.ops.moe.api import Experts
+from flare_ray.device.ops.router.api import route
+from flare_ray.device.ops.swiglu.api import clamped_swiglu
+
+
+class FeedForward(Protocol):
+    """Rows [R, H] -> this rank's partial sum [R, H]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Run rows."""
+
+
+class DenseFeedForward:
+    """One gated feed-forward.
+
+    Args:
+        gate_up: [2 I, H], gate rows first.
+        down: [H, I].
+        limit: bound of the activation's inputs.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, *, limit: float) -> None:
+        self._gate_up = Linear(gate_up)
+        self._down = Linear(down)
+        self._limit = limit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        return self._down(clamped_swiglu(self._gate_up(x), limit=self._limit))
+
+
+@dataclass(slots=True)
+class Router:
+    """weight [E, H] float32, bias [E] float32; top_k experts weighted to a sum of `scale`."""
+
+    weight: Tensor
+    bias: Tensor
+    top_k: int
+    scale: float
+
+
+class MixtureOfExperts:
+    """Routed experts beside shared ones; both partial sums are reduced together by the caller."""
+
+    def __init__(self, router: Router, experts: Experts) -> None:
+        self._router = router
+        self._experts = experts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        router = self._router
+        experts, weights = route(
+            x, router.weight, router.bias, top_k=router.top_k, scale=router.scale
+        )
+        return self._experts(x, experts, weights)

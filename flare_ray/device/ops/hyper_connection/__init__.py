@@ -1,0 +1,1 @@
+"""Several residual streams, mixed by a doubly stochastic matrix before and after each block."""

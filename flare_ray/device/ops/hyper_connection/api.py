@@ -1,0 +1,119 @@
+"""Manifold-constrained hyper-connections: n residual streams around a block (Xie et al. 2026).
+
+    f    = flatten(streams) / sqrt(mean^2 + norm_eps)           float32
+    pre  = sigmoid(...) + eps          streams -> block input
+    post = 2 sigmoid(...)              block output -> each stream
+    mix  = Sinkhorn(softmax(...))      streams -> streams, applied transposed
+
+An eager round pays per operator, and the Sinkhorn passes are most of a site. Two things keep their
+number down: the streams' norm divides the projected coefficients, not the streams; and a pass over
+[R, n * n] is one product with a constant 0/1 matrix, whose bias is eps, and one division.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flare_ray.device.ops.checks import expect_shape
+
+
+@dataclass(slots=True)
+class StreamMix:
+    """What `mix_out` needs of a site: post [R, n], mix [R, n, n], both float32."""
+
+    post: Tensor
+    mix: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SinkhornShape:
+    """iterations: column passes; eps: added to every sum and to pre; norm_eps: of the streams."""
+
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+class HyperConnection:
+    """One site's coefficients and passes.
+
+    Args:
+        projection: [(2 + n) n, n H] float32.
+        base: [(2 + n) n] float32; order pre, post, mix row by row.
+        scale: [3] float32 factors of pre, post, mix.
+        streams: n.
+        shape: iterations and epsilons.
+    """
+
+    def __init__(
+        self, projection: Tensor, base: Tensor, scale: Tensor, *, streams: int, shape: SinkhornShape
+    ) -> None:
+        n = self._n = streams
+        rows = (2 + n) * n
+        expect_shape("projection", projection, rows, None)
+        expect_shape("base", base, rows)
+        expect_shape("scale", scale, 3)
+        flat = projection.shape[1]
+        device = projection.device
+        repeats = torch.tensor([n, n, n * n], device=device)
+        # The norm is hypot(|f|, sqrt(norm_eps * nH)) / sqrt(nH): its root goes into the weights.
+        factor = torch.repeat_interleave(scale, repeats) * math.sqrt(flat)
+        self._projection = (projection * factor.unsqueeze(1)).t().contiguous()
+        self._base = base.clone()
+        self._floor = torch.full((1,), math.sqrt(shape.norm_eps * flat), device=device)
+        self._passes = 2 * shape.iterations - 1
+        self._eps = shape.eps
+        self._eps_row = torch.full((n * n,), shape.eps, device=device)
+        place = torch.arange(n * n, device=device)
+        same_row = place.unsqueeze(1) // n == place.unsqueeze(0) // n
+        same_column = place.unsqueeze(1) % n == place.unsqueeze(0) % n
+        self._sums = (same_column.to(torch.float32), same_row.to(torch.float32))
+        self._offset = torch.tensor([shape.eps] * n + [0.0] * n, device=device)
+        self._factor = torch.tensor([1.0] * n + [2.0] * n, device=device)
+
+    def mix_in(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
+        """Streams [R, n, H] -> (block input [R, H] of their type, the coefficients for mix_out)."""
+        expect_shape("streams", streams, None, self._n, None)
+        n = self._n
+        flat = streams.flatten(1)
+        wide = flat.to(torch.float32)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._floor)
+        raw = torch.addcdiv(self._base, torch.mm(wide, self._projection), length)
+        gates = torch.sigmoid(raw[:, : 2 * n])
+        gates = torch.addcmul(self._offset, gates, self._factor)
+        mix = self._sinkhorn(raw[:, 2 * n :])
+        wide = wide.view_as(streams)
+        x = torch.bmm(gates[:, :n].unsqueeze(1), wide).squeeze(1)
+        return x.to(streams.dtype), StreamMix(gates[:, n:], mix)
+
+    def _sinkhorn(self, logits: Tensor) -> Tensor:
+        """[R, n * n] -> [R, n, n]."""
+        n = self._n
+        mix = torch.softmax(logits.view(-1, n, n), dim=-1).add_(self._eps).view(-1, n * n)
+        sums = torch.empty_like(mix)
+        for turn in range(self._passes):
+            torch.addmm(self._eps_row, mix, self._sums[turn % 2], out=sums)
+            mix.div_(sums)
+        return mix.view(-1, n, n)
+
+
+def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
+    """new[j] = post[j] * block + sum over i of mix[i, j] * streams[i].
+
+    Args:
+        block: [R, H].
+        streams: [R, n, H], as given to the site's `mix_in`.
+        site: its coefficients.
+    Returns:
+        [R, n, H] of the streams' type, mixed in float32.
+    Raises:
+        ContractViolation: shapes disagree.
+    """
+    expect_shape("block", block, streams.shape[0], streams.shape[2])
+    mixed = site.post.unsqueeze(2) * block.to(torch.float32).unsqueeze(1)
+    mixed.baddbmm_(site.mix.transpose(1, 2), streams.to(torch.float32))
+    return mixed.to(streams.dtype)

@@ -1,0 +1,55 @@
+"""Attention over latent rows that are key and value at once (multi-query, no positions).
+
+Two forms of one result: over a list of rows per query, and over every row of a lane up to the
+query's position, for contexts so short that selection keeps everything.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flare_ray.device.ops.checks import expect_shape
+from flare_ray.device.ops.indexed_attention import reference
+
+
+def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:
+    """Attend to listed rows.
+
+    Args:
+        query: [R, H, D].
+        cache: [M, D].
+        index: [R, N] int64 rows of the cache, -1 = hidden. Whatever hidden or unlisted rows hold
+            does not matter, infinities included.
+        scale: factor on the products.
+    Returns:
+        [R, H, D]; 0 where every entry is hidden.
+    Raises:
+        ContractViolation: shapes disagree.
+    """
+    expect_shape("query", query, index.shape[0], None, cache.shape[1])
+    return reference.indexed_attention(query, cache, index, scale=scale)
+
+
+def causal_attention(
+    query: Tensor, cache: Tensor, read: Tensor, bias: Tensor, *, scale: float
+) -> Tensor:
+    """Attend to every position of a lane that the bias leaves visible.
+
+    Args:
+        query: [B, T, H, D].
+        cache: [M, D].
+        read: [B * N] int64 rows of the cache in order of position. Every one must hold numbers: a
+            caller points positions that do not exist at a row of the same lane that does.
+        bias: [B, T, N] of the cache's type, 0 = visible, -inf = hidden.
+        scale: factor on the products.
+    Returns:
+        [B, T, H, D].
+    Raises:
+        ContractViolation: shapes disagree.
+    """
+    batch, width, _, dim = query.shape
+    expect_shape("bias", bias, batch, width, None)
+    expect_shape("cache", cache, None, dim)
+    expect_shape("read", read, batch * bias.shape[2])
+    taken = cache.index_select(0, read).view(batch, bias.shape[2], dim)
+    return reference.causal_attention(query, taken, bias, scale=scale)

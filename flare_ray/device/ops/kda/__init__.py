@@ -1,0 +1,1 @@
+"""Kimi delta attention: a delta rule whose state decays per channel."""

@@ -1,0 +1,1 @@
+"""x @ weight.T with a constant weight."""

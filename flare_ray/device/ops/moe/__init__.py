@@ -1,0 +1,1 @@
+"""Routed experts: gate-up product, bounded SwiGLU, down product, weighted sum."""

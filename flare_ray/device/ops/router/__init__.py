@@ -1,0 +1,1 @@
+"""Which experts a row goes to, and with what weight."""

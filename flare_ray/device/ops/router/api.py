@@ -1,0 +1,29 @@
+"""Sigmoid routing with a correction bias."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flare_ray.device.ops.checks import expect_shape
+from flare_ray.device.ops.router import reference
+
+
+def route(
+    x: Tensor, weight: Tensor, bias: Tensor, *, top_k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by biased scores, weigh them by unbiased ones.
+
+    Args:
+        x: [R, H].
+        weight: [E, H] float32; the product is float32 whatever x is.
+        bias: [E] float32.
+        top_k: experts per row; equal scores go to the lower expert.
+        scale: factor on the renormalised weights.
+    Returns:
+        (experts [R, top_k] int64, weights [R, top_k] float32).
+    Raises:
+        ContractViolation: shapes disagree.
+    """
+    expect_shape("x", x, None, weight.shape[1])
+    expect_shape("bias", bias, weight.shape[0])
+    return reference.route(x, weight, bias, top_k=top_k, scale=scale)

@@ -1,0 +1,1 @@
+"""Gated activation with bounded inputs."""

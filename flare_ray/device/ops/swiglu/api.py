@@ -1,0 +1,26 @@
+"""Gated activation of a fused gate-and-up product."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from flare_ray.errors import ContractViolation
+
+
+def clamped_swiglu(gate_up: Tensor, *, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit).
+
+    Args:
+        gate_up: [..., 2 I], gate first.
+        limit: gate is bounded from above only, up on both sides.
+    Returns:
+        [..., I], contiguous.
+    Raises:
+        ContractViolation: an odd last dimension.
+    """
+    width = gate_up.shape[-1]
+    if width % 2:
+        raise ContractViolation(f"gate_up has {width} columns, expected an even number")
+    gate, up = gate_up[..., : width // 2], gate_up[..., width // 2 :]
+    return F.silu(gate.clamp(max=limit), inplace=True).mul_(up.clamp(-limit, limit))

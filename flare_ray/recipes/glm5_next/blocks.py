@@ -1,0 +1,213 @@
+"""Reads a rank's tensors by published name into the blocks of device/layers.
+
+What is divided, and along which dimension, stands in weights.py; here each request repeats it, and
+the loader refuses a disagreement. Everything not divided is whole on every rank, so that routing
+and selection see equal inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flare_ray.device.layers.absorbed import AbsorbedOutput, AbsorbedQuery
+from flare_ray.device.layers.feed_forward import (
+    DenseFeedForward,
+    FeedForward,
+    MixtureOfExperts,
+    Router,
+)
+from flare_ray.device.layers.indexed_mla import IndexedMlaBlock, IndexedMlaWeights
+from flare_ray.device.layers.kda import KdaBlock, KdaWeights
+from flare_ray.device.layers.rows import IndexLayout
+from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape
+from flare_ray.device.ops.kda.api import DeltaRule
+from flare_ray.device.ops.linear.api import Linear
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.rmsnorm.api import RmsNorm
+from flare_ray.device.weights.loader import RankWeights, Split
+from flare_ray.errors import ConfigError
+from flare_ray.recipes.declaration import Communicator
+from flare_ray.recipes.glm5_next.geometry import Geometry
+from flare_ray.recipes.glm5_next.state import ring_entries
+from flare_ray.recipes.glm5_next.weights import COLUMNS, HEAD, ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A rank's view of the checkpoint."""
+
+    geometry: Geometry
+    weights: RankWeights
+    comm: Communicator
+
+    def whole(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor as every rank holds it."""
+        return self.weights.tensor(name, dtype=dtype)
+
+    def rows(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        """This rank's part of the outputs."""
+        return self._part(name, ROWS, dtype)
+
+    def columns(self, name: str) -> Tensor:
+        """This rank's part of the inputs."""
+        return self._part(name, COLUMNS, None)
+
+    def norm(self, name: str) -> RmsNorm:
+        """An RMS norm with the model's epsilon."""
+        return RmsNorm(self.whole(f"{name}.weight"), eps=self.geometry.norm_eps)
+
+    def heads(self, total: int) -> int:
+        """This rank's share of heads."""
+        return total // self.comm.size
+
+    def _part(self, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
+        split = Split(dim, self.comm.rank, self.comm.size)
+        return self.weights.tensor(name, split=split, dtype=dtype)
+
+
+def check_divisible(geometry: Geometry, world_size: int) -> None:
+    """Refuse a TP degree that some divided size does not admit.
+
+    Raises:
+        ConfigError: names every such size.
+    """
+    sizes = {
+        "linear_num_heads": geometry.kda.heads,
+        "num_attention_heads": geometry.mla.heads,
+        "intermediate_size": geometry.dense_width,
+        "moe_intermediate_size": geometry.moe.width,
+        "vocab_size": geometry.vocab_size,
+    }
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % world_size]
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot be shared by {world_size} ranks; choose another "
+            "tensor_parallel_size"
+        )
+
+
+def vocabulary_head(reader: Reader, name: str) -> Linear:
+    """This rank's rows of a vocabulary head; the target's exists once, whoever uses it."""
+    if name != HEAD:
+        return Linear(reader.rows(f"{name}"))
+    return reader.weights.once(f"linear {HEAD}", lambda: Linear(reader.rows(HEAD)))
+
+
+def hyper_connection(reader: Reader, prefix: str) -> HyperConnection:
+    """One site's stream mixing: `prefix` ends in hc_attn or hc_ffn."""
+    hyper = reader.geometry.hyper
+    fn, base, scale = (
+        reader.whole(f"{prefix}_{part}", dtype=torch.float32) for part in ("fn", "base", "scale")
+    )
+    shape = SinkhornShape(hyper.iterations, hyper.eps, reader.geometry.norm_eps)
+    return HyperConnection(fn, base, scale, streams=hyper.streams, shape=shape)
+
+
+def kda_block(reader: Reader, prefix: str, rule: DeltaRule) -> KdaBlock:
+    """A recurrent block: `prefix` ends in self_attn."""
+    geometry = reader.geometry
+    joint = [reader.rows(f"{prefix}.{part}_proj.weight") for part in "qkvb"]
+    joint += [reader.whole(f"{prefix}.{gate}_a_proj.weight") for gate in "fg"]
+    taps = [
+        reader.rows(f"{prefix}.{part}_conv1d.weight", dtype=torch.float32).squeeze(1)
+        for part in "qkv"
+    ]
+    gates = [reader.rows(f"{prefix}.{gate}_b_proj.weight").t() for gate in "fg"]
+    weights = KdaWeights(
+        joint=torch.cat(joint),
+        taps=torch.cat(taps).t().contiguous(),
+        gates=torch.stack(gates),
+        dt_bias=reader.rows(f"{prefix}.dt_bias", dtype=torch.float32),
+        a_log=reader.rows(f"{prefix}.A_log", dtype=torch.float32),
+        norm=reader.whole(f"{prefix}.o_norm.weight", dtype=torch.float32),
+        output=reader.columns(f"{prefix}.o_proj.weight"),
+    )
+    return KdaBlock(weights, rule, lower_bound=geometry.kda.lower_bound, eps=geometry.norm_eps)
+
+
+def index_layout(geometry: Geometry) -> IndexLayout:
+    """Pools and ring of every attention layer."""
+    index = geometry.index
+    return IndexLayout(pool=index.pool, entries=ring_entries(index.pool), top_k=index.top_k)
+
+
+def indexed_mla_block(reader: Reader, prefix: str) -> IndexedMlaBlock:
+    """An attention block: `prefix` ends in self_attn."""
+    geometry, mla = reader.geometry, reader.geometry.mla
+    heads = reader.heads(mla.heads)
+    indexer = f"{prefix}.indexer"
+    pooling = f"{indexer}.index_kpool_compress"
+    joint = [
+        reader.whole(f"{prefix}.q_a_proj.weight"),
+        reader.whole(f"{prefix}.kv_a_proj_with_mqa.weight"),
+        reader.whole(f"{indexer}.wk.weight"),
+        reader.whole(f"{pooling}_gate"),
+        reader.whole(f"{indexer}.weights_proj.weight"),
+    ]
+    query = reader.rows(f"{prefix}.q_b_proj.weight").view(heads, mla.nope_dim, mla.q_rank)
+    key_value = reader.rows(f"{prefix}.kv_b_proj.weight").view(heads, -1, mla.kv_rank)
+    key, value = key_value.split([mla.nope_dim, mla.value_dim], dim=1)
+    output = reader.columns(f"{prefix}.o_proj.weight").view(-1, heads, mla.value_dim)
+    weights = IndexedMlaWeights(
+        joint=torch.cat(joint),
+        query_norm=reader.norm(f"{prefix}.q_a_layernorm"),
+        latent_norm=reader.norm(f"{prefix}.kv_a_layernorm"),
+        key_norm=(
+            reader.whole(f"{indexer}.k_norm.weight"),
+            reader.whole(f"{indexer}.k_norm.bias"),
+        ),
+        ape=reader.whole(f"{pooling}_ape", dtype=torch.float32),
+        index_query=reader.whole(f"{indexer}.wq_b.weight"),
+        query=AbsorbedQuery(query, key),
+        output=AbsorbedOutput(value, output),
+        scale=mla.nope_dim**-0.5,
+    )
+    return IndexedMlaBlock(weights, index_layout(geometry))
+
+
+def feed_forward(reader: Reader, prefix: str, *, sparse: bool) -> FeedForward:
+    """A feed-forward block: `prefix` ends in mlp."""
+    limit = reader.geometry.swiglu_limit
+    if sparse:
+        return _mixture(reader, prefix)
+    gate_up = [reader.rows(f"{prefix}.{part}_proj.weight") for part in ("gate", "up")]
+    down = reader.columns(f"{prefix}.down_proj.weight")
+    return DenseFeedForward(torch.cat(gate_up), down, limit=limit)
+
+
+def _mixture(reader: Reader, prefix: str) -> MixtureOfExperts:
+    geometry, moe = reader.geometry, reader.geometry.moe
+    width, hidden = moe.width // reader.comm.size, geometry.hidden
+    weights = reader.weights
+    total = moe.experts + moe.shared
+    gate_up = torch.empty((total, 2 * width, hidden), dtype=weights.dtype, device=weights.device)
+    down = torch.empty((total, width, hidden), dtype=weights.dtype, device=weights.device)
+    for expert in range(moe.experts):
+        name = f"{prefix}.experts.{expert}"
+        gate_up[expert, :width] = reader.rows(f"{name}.gate_proj.weight")
+        gate_up[expert, width:] = reader.rows(f"{name}.up_proj.weight")
+        down[expert] = reader.columns(f"{name}.down_proj.weight").t()
+    if moe.shared:
+        # One shared feed-forward of several experts' width is that many experts of weight one.
+        name, last = f"{prefix}.shared_experts", slice(moe.experts, total)
+        for first, part in ((0, "gate"), (width, "up")):
+            rows = reader.rows(f"{name}.{part}_proj.weight").view(moe.shared, width, hidden)
+            gate_up[last, first : first + width] = rows
+        columns = reader.columns(f"{name}.down_proj.weight").t()
+        down[last] = columns.reshape(moe.shared, width, hidden)
+    router = Router(
+        weight=reader.whole(f"{prefix}.gate.weight", dtype=torch.float32),
+        bias=reader.whole(f"{prefix}.gate.e_score_correction_bias", dtype=torch.float32),
+        top_k=moe.top_k,
+        scale=moe.scale,
+    )
+    experts = Experts(
+        ExpertWeights(gate_up, down),
+        shared=moe.shared,
+        top_k=moe.top_k,
+        limit=geometry.swiglu_limit,
+    )
+    return MixtureOfExperts(router, experts)
