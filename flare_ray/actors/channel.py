@@ -7,6 +7,7 @@ reasons against Ray calls and shared-memory rings: design/ray-serve.md section 2
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -28,6 +29,8 @@ from flare_ray.actors.wire import (
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
+
+logger = logging.getLogger("ray.serve.flare")
 
 FAULT_GRACE_S = 0.1
 """How long the channel listens to the other ranks after a rank has answered an error. A killed rank
@@ -233,4 +236,6 @@ class SocketChannel:
 
     def _fail(self, failure: RankFailure) -> NoReturn:
         self._failure = failure
+        # The only place that still has the rank's own traceback, in the failure's notes.
+        logger.error("the engine stops in round %d", failure.round_id, exc_info=failure)
         raise failure

@@ -129,9 +129,9 @@ class EngineHost:
         """
         request = _decode_request(request_bytes)
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[StreamItem] = loop.create_future()
+        ended: asyncio.Future[Finished | Failed] = loop.create_future()
 
-        def resolve(item: StreamItem) -> None:
+        def resolve(item: Finished | Failed) -> None:
             if not ended.done():
                 ended.set_result(item)
 
@@ -150,11 +150,13 @@ class EngineHost:
         except FlareError as error:
             return _encode(_refusal(request.request_id, error))
         try:
-            return _encode(await ended)
+            item = await ended
         except asyncio.CancelledError:
-            logger.info("request %s: its call was cancelled", request.request_id)
             core.cancel(request.request_id)
+            logger.info("request %s: its call was cancelled", request.request_id)
             raise
+        _log_end(item)
+        return _encode(item)
 
     async def engine_info(self) -> bytes:
         """msgpack `EngineRecord`: identity, stream secret, manifest.
@@ -274,6 +276,23 @@ def engine_options(config: DeploymentConfig) -> dict[str, Any]:
         "placement_group_bundles": engine_bundles(config),
         "placement_group_strategy": "STRICT_PACK",
     }
+
+
+def _log_end(item: Finished | Failed) -> None:
+    """One line per request; counts only, never text."""
+    if isinstance(item, Finished):
+        logger.info(
+            "request %s finished (%s): %d prompt tokens, %d completion tokens in %d rounds",
+            item.request_id,
+            item.reason,
+            item.prompt_tokens,
+            item.completion_tokens,
+            item.rounds,
+        )
+    else:
+        logger.warning(
+            "request %s failed (%s %d): %s", item.request_id, item.code, item.status, item.message
+        )
 
 
 def _not_ready(why: str) -> Overloaded:

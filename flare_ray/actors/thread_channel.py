@@ -22,7 +22,7 @@ from flare_ray.contracts.record import RoundReply
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve.flare")
 
 STOP_LIMIT_S = 5.0
 """Seconds that `close` gives rank threads to finish the round they are in."""
@@ -200,4 +200,6 @@ class ThreadChannel:
 
     def _fail(self, failure: RankFailure) -> NoReturn:
         self._failure = failure
+        # The only place that still has the rank's own traceback, in the failure's notes.
+        logger.error("the engine stops in round %d", failure.round_id, exc_info=failure)
         raise failure

@@ -28,7 +28,7 @@ class EngineDeployment(BaseModel, frozen=True, extra="forbid"):
         "count as unhealthy.",
     )
     placement_timeout_s: float = Field(
-        20.0, gt=0, description="Seconds to wait for CPUs or GPUs before start-up fails by name."
+        10.0, gt=0, description="Seconds to wait for CPUs or GPUs before start-up fails by name."
     )
 
 
