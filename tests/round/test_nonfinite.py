@@ -24,9 +24,7 @@ def test_lane_with_nonfinite_logits_ends_alone(width, fault):
     rank = scripted_rank(script(**{fault: (BAD,)}))
     driver = Driver(rank)
     # slot 0 meets the bad row after five tokens, slot 1 only at its very end
-    requests = driver.prefill(
-        [driver.open((4,), 0, budget=30), driver.open((10,), 1, budget=14)]
-    )
+    requests = driver.prefill([driver.open((4,), 0, budget=30), driver.open((10,), 1, budget=14)])
     while alive := [r for r in requests if not r.ended]:
         driver.round(alive, width)
     bad, good = requests

@@ -14,7 +14,7 @@ from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 from tests.round.test_acceptance import PROMPT, greedy_script, plain_text
 from tests.support.scripted.geometry import Script
-from tests.support.scripted.harness import Driver, Sampling, Setup, scripted_rank
+from tests.support.scripted.harness import Driver, Sampling, scripted_rank
 
 
 def everything(rank) -> list[torch.Tensor]:
@@ -68,9 +68,7 @@ def test_stale_prefill_chunk_changes_nothing():
 
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_queued_round_after_the_end_contributes_nothing(width):
-    script = Script(
-        vocab_size=16, order=2, seed=3, drafter="prefix", draft_right=7, eos_ids=(6,)
-    )
+    script = Script(vocab_size=16, order=2, seed=3, drafter="prefix", draft_right=7, eos_ids=(6,))
     rank = scripted_rank(script)
     driver = Driver(rank)
     requests = driver.prefill([driver.open(PROMPT, s, budget=b) for s, b in ((0, 40), (1, 3))])
@@ -109,7 +107,7 @@ class NoReadback(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        indices = [t for t in (args[1] if name in ("index", "index_put_") else ())]
+        indices = args[1] if name in ("index", "index_put_") else ()
         boolean = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
         if name in FORBIDDEN or boolean:
             raise AssertionError(f"{func} reads data back")
@@ -119,8 +117,7 @@ class NoReadback(TorchDispatchMode):
 @pytest.mark.parametrize("width", [1, 2, 8])
 def test_round_reads_nothing_back_from_the_device(width):
     driver = ready_driver()
-    requests = [r for r in driver.requests]
-    program = prepared_program(driver, requests, width)
+    program = prepared_program(driver, driver.requests, width)
     with torch.inference_mode(), NoReadback():
         program.replay()
 
@@ -161,8 +158,10 @@ def ready_driver() -> Driver:
 def prepared_program(driver: Driver, requests, width: int):
     rank = driver.ranks[0]
     shape = driver.shape(GraphKind.SPECULATIVE, len(requests), width, True)
-    lanes = tuple(LanePlan(r.slot, r.epoch, width - 1, (3,) * (width > 1), (1,) * (width > 1))
-                  for r in requests)
+    lanes = tuple(
+        LanePlan(r.slot, r.epoch, width - 1, (3,) * (width > 1), (1,) * (width > 1))
+        for r in requests
+    )
     plan = RoundPlan(10_000, shape, lanes=lanes, context_pages=4)
     program = rank.backend.program(shape)
     program.prepare(plan, None, rank._bounds(plan))
@@ -179,6 +178,9 @@ def test_rounds_leave_no_tensor_behind():
     for width in (1, 4, 8):
         driver.round(driver.requests, width)
     before = live_tensors()
+    kept = torch.zeros(1)
+    assert live_tensors() == before + 1  # the count would notice one tensor
+    del kept
     for width in (1, 4, 8, 1, 4, 8):
         driver.round(driver.requests, width)
     assert live_tensors() <= before

@@ -145,6 +145,7 @@ class Driver:
         self.ranks = ranks
         self.manifest = ranks[0].manifest
         self.replies: list[tuple[RoundReply, ...]] = []
+        self.log: list[tuple[RoundPlan, np.ndarray | None]] = []
         self.round_ids = itertools.count(1)
         self._epochs = itertools.count(1)
         self._uids = itertools.count(1000)
@@ -163,6 +164,7 @@ class Driver:
 
     def submit(self, plan: RoundPlan, masks: np.ndarray | None = None) -> tuple[LaneRecord, ...]:
         """Run a plan on every rank."""
+        self.log.append((plan, masks))
         replies = tuple(rank.execute(plan, masks) for rank in self.ranks)
         self.replies.append(replies)
         assert len({reply.checksum for reply in replies}) == 1
@@ -286,12 +288,11 @@ class Driver:
         slot: int = 0,
         budget: int = 16,
         sampling: Sampling = GREEDY,
-        chunk: int = 0,
         speculation: bool = True,
     ) -> Request:
         """One request alone, to its end."""
         opened = self.open(prompt, slot, budget=budget, sampling=sampling)
-        (request,) = self.prefill([opened], chunk=chunk, speculation=speculation)
+        (request,) = self.prefill([opened], speculation=speculation)
         while not request.ended:
             self.round([request], width, speculation=speculation)
         self.close(request)
