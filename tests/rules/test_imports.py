@@ -47,9 +47,16 @@ FORBIDDEN_PAIRS = (
     ("flare_ray.recipes", "flare_ray.controller"),
     ("flare_ray.workload", "flare_ray.cli"),
 )
-ALWAYS_ALLOWED = ("flare_ray.recipes.declaration",)
-# Inside the device room: graphs -> speculation -> everything else, never the reverse.
-DEVICE_ORDER = ("flare_ray.device.speculation", "flare_ray.device.graphs")
+# The registry names families, which are data; preparation asks it for one by name.
+ALWAYS_ALLOWED = ("flare_ray.recipes.declaration", "flare_ray.recipes.registry")
+# Inside the device room: prepare -> executor -> graphs -> speculation -> everything else, never the
+# reverse.
+DEVICE_ORDER = (
+    "flare_ray.device.speculation",
+    "flare_ray.device.graphs",
+    "flare_ray.device.executor",
+    "flare_ray.device.prepare",
+)
 
 HOST_ROOMS = (
     "flare_ray.contracts",
