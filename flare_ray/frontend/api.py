@@ -37,7 +37,8 @@ from flare_ray.frontend.openai.responses import ModelEntry, ModelList, encode
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.sse import ClientGone, EventStream, until_gone
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve.flare")
+"""Below `ray.serve`, whose handlers a Serve replica configures; an ordinary logger elsewhere."""
 
 REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -160,7 +161,9 @@ def _guarded(handler: Handler) -> Handler:
         except InvalidRequest as error:
             return _error(http_error(error))
         except FlareError as error:
-            logger.warning("%s %s: %s", request.method, request.url.path, error)
+            # Probes ask every few seconds while an engine starts; that is no event.
+            level = logging.WARNING if request.method == "POST" else logging.DEBUG
+            logger.log(level, "%s %s: %s", request.method, request.url.path, error)
             return _error(http_error(error))
         except Exception:
             logger.exception("%s %s failed", request.method, request.url.path)

@@ -5,8 +5,7 @@ No postponed annotations here: Serve validates `args:` only against a class.
 """
 
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
@@ -18,15 +17,15 @@ from ray.serve.config import gRPCOptions
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from flare_ray.actors.engine import Engine, engine_options
-from flare_ray.actors.placement import preflight
+from flare_ray.actors.placement import ENGINE_DEPLOYMENT, preflight
 from flare_ray.config import DeploymentConfig
 from flare_ray.errors import FlareError
-from flare_ray.frontend.ingress import Ingress, ingress_options
+from flare_ray.frontend.ingress import INGRESS_DEPLOYMENT, Ingress, ingress_options
 
 logger = logging.getLogger("ray.serve.flare")
 
-IMPORT_PATH = "flare_ray.frontend.app:build"
-POLL_S = 0.25
+DEPLOYMENTS = (ENGINE_DEPLOYMENT, INGRESS_DEPLOYMENT)
+"""Names that entries of `deployments:` may have."""
 
 
 def build(args: DeploymentConfig) -> serve.Application:
@@ -58,11 +57,12 @@ class LocalServe:
 
     Args:
         document: a checked deployment file.
+        configs: arguments of this project's applications in it.
     """
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], configs: Iterable[DeploymentConfig]) -> None:
         self._schema = ServeDeploySchema.model_validate(document)
-        self._names = [app.name for app in self._schema.applications]
+        self._configs = tuple(configs)
 
     def start(self) -> None:
         """Connect to Ray (starting it where there is none), check, and submit the applications.
@@ -71,18 +71,18 @@ class LocalServe:
             CapacityError, ConfigError: an application could only wait for what is not there.
         """
         if not ray.is_initialized():
-            ray.init(namespace=SERVE_NAMESPACE, include_dashboard=False, log_to_driver=True)
-        for app in self._schema.applications:
-            if app.import_path == IMPORT_PATH:
-                preflight(DeploymentConfig.model_validate(app.args))
+            ray.init(namespace=SERVE_NAMESPACE, include_dashboard=False)
+        for config in self._configs:
+            preflight(config)
+        schema = self._schema
         client = serve_api.serve_start(
-            http_options=self._schema.http_options.model_dump(),
-            proxy_location=self._schema.proxy_location,
-            grpc_options=gRPCOptions(**self._schema.grpc_options.model_dump()),
-            controller_options=self._schema.controller_options,
-            global_logging_config=self._schema.logging_config,
+            http_options=schema.http_options.model_dump(),
+            proxy_location=schema.proxy_location,
+            grpc_options=gRPCOptions(**schema.grpc_options.model_dump()),
+            controller_options=schema.controller_options,
+            global_logging_config=schema.logging_config,
         )
-        client.deploy_apps(self._schema)
+        client.deploy_apps(schema)
 
     def poll(self) -> bool:
         """Whether every application runs.
@@ -91,18 +91,20 @@ class LocalServe:
             FlareError: one failed to deploy; the message is its own.
         """
         applications = serve.status().applications
-        states = [applications[name] for name in self._names if name in applications]
-        for name in self._names:
-            state = applications.get(name)
-            if state is not None and state.status == ApplicationStatus.DEPLOY_FAILED:
+        names = [application.name for application in self._schema.applications]
+        states = [applications[name] for name in names if name in applications]
+        for name, state in applications.items():
+            if name in names and state.status == ApplicationStatus.DEPLOY_FAILED:
                 raise FlareError(f"application {name} failed to deploy: {state.message}")
-        return len(states) == len(self._names) and all(
-            state.status == ApplicationStatus.RUNNING for state in states
-        )
+        running = [state for state in states if state.status == ApplicationStatus.RUNNING]
+        return len(running) == len(names)
 
     def stop(self) -> None:
-        """Drain and stop the applications, then leave the cluster (and end it if it is ours)."""
-        started_s = time.monotonic()
-        serve.shutdown()
+        """Drain and stop the applications, then leave the cluster, and end it if it is ours."""
+        if ray.is_initialized():
+            serve.shutdown()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave the cluster without draining."""
         ray.shutdown()
-        logger.info("stopped after %.1f s", time.monotonic() - started_s)

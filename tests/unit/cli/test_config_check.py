@@ -1,0 +1,189 @@
+"""The strict check of deployment files: every key, every value, named by its path."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flare_ray.cli.config_check import check_document, check_file, read_document
+from flare_ray.errors import ConfigError
+from tests.rules.sources import ROOT
+
+DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))
+DEMO = ROOT / "deployments" / "glm-demo.yaml"
+FOUR_GPUS = ROOT / "deployments" / "glm.yaml"
+APPLICATION = "applications[0]"
+
+
+def document(path=FOUR_GPUS):
+    return read_document(path)
+
+
+def problems(doc):
+    """Lines of the refusal, without the title."""
+    with pytest.raises(ConfigError) as refusal:
+        check_document(doc, name="file")
+    title, *lines = str(refusal.value).splitlines()
+    assert title == "file:"
+    return lines
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_shipped_file_passes(path):
+    text = check_file(path)
+    assert "correct" in text
+    assert "application flare" in text
+
+
+def test_shipped_files_exist():
+    assert {DEMO, FOUR_GPUS} <= set(DEPLOYMENTS)
+
+
+def put(doc, path, value):
+    """Set a value at a path of keys and indices, making mappings on the way."""
+    *parents, last = path
+    node = doc
+    for part in parents:
+        node = node.setdefault(part, {}) if isinstance(node, dict) else node[part]
+    node[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        (["http_option"], "http_option: unknown key; did you mean http_options?"),
+        (["http_options", "prot"], "http_options.prot: unknown key; did you mean port?"),
+        (["grpc_options", "x"], "grpc_options.x: unknown key"),
+        (["logging_config", "colour"], "logging_config.colour: unknown key"),
+        (["applications", 0, "arg"], f"{APPLICATION}.arg: unknown key; did you mean args?"),
+        (
+            ["applications", 0, "args", "model"],
+            f"{APPLICATION}.args.model: unknown key; did you mean model_name?",
+        ),
+        (
+            ["applications", 0, "args", "engine", "speculation", "width"],
+            f"{APPLICATION}.args.engine.speculation.width: unknown key; did you mean widths?",
+        ),
+        (
+            ["applications", 0, "args", "ingress", "max_replica"],
+            f"{APPLICATION}.args.ingress.max_replica: unknown key; did you mean max_replicas?",
+        ),
+    ],
+)
+def test_unknown_key_is_named_by_its_path(path, told):
+    doc = document()
+    put(doc, path, 1)
+    assert any(line.startswith(told) for line in problems(doc))
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ({"max_ongoing": 5}, ".max_ongoing: unknown key"),
+        ({"ray_actor_options": {"num_gpu": 1}}, ".ray_actor_options.num_gpu: unknown key"),
+        (
+            {"autoscaling_config": {"max_ongoing_requests": 9}},
+            ".autoscaling_config.max_ongoing_requests: unknown key",
+        ),
+        ({"placement_group_strategy": "STRICTPACK"}, ".placement_group_strategy: must be one of"),
+        ({"placement_group_strategy": "SPREAD"}, ".placement_group_strategy: ranks share a node"),
+        ({"placement_group_bundles": [{"GPU": 1}]}, ".placement_group_bundles: 4 rank(s) need"),
+        ({"name": "Engin"}, ".name: this application has Engine and Ingress"),
+        ({"num_replicas": 0}, ".num_replicas"),
+    ],
+)
+def test_override_of_a_deployment_is_checked_too(override, told):
+    doc = document()
+    doc["applications"][0]["deployments"] = [{"name": "Engine", **override}]
+    path = f"{APPLICATION}.deployments[0]"
+    assert any(line.startswith(path + told) for line in problems(doc))
+
+
+def test_right_bundles_may_be_repeated():
+    doc = document()
+    rank = {"CPU": 2.0, "GPU": 1.0}
+    bundles = [{"CPU": 2.5, "GPU": 1.0}, rank, rank, rank]
+    doc["applications"][0]["deployments"] = [{"name": "Engine", "placement_group_bundles": bundles}]
+    assert check_document(doc, name="file").configs["flare"].engine.tensor_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("engine", {"tensor_parallel_size": 3}, "engine.tensor_parallel_size: Input should be"),
+        ("engine", {"tensor_parallel_size": 8}, "engine.tensor_parallel_size: recipe"),
+        ("engine", {"concurrency": "many"}, "engine.concurrency: Input should be"),
+        ("engine", {"recipe": "none-such"}, "engine.recipe: recipe 'none-such' does not exist"),
+        ("engine", {"page_pool_tokens": 64}, "engine: page_pool_tokens 64 is below"),
+        (
+            "engine",
+            {"speculation": {"widths": [1, 3]}, "recipe": None, "device": "cud"},
+            "engine.device",
+        ),
+        ("ingress", {"min_replicas": 9}, "ingress: min_replicas 9 exceeds max_replicas 4"),
+    ],
+)
+def test_wrong_value_is_named_by_its_path(section, values, told):
+    doc = document()
+    doc["applications"][0]["args"][section].update(values)
+    assert any(line.startswith(f"{APPLICATION}.args.{told}") for line in problems(doc))
+
+
+def test_missing_setting_is_named():
+    doc = document()
+    del doc["applications"][0]["args"]["engine"]["checkpoint"]
+    assert f"{APPLICATION}.args.engine.checkpoint: is required" in problems(doc)
+
+
+def test_all_problems_are_told_together_and_once():
+    doc = document()
+    doc["nonsense"] = 1
+    doc["applications"][0]["args"]["engine"]["nonsense"] = 1
+    doc["applications"][0]["args"]["engine"]["concurrency"] = 0
+    lines = problems(doc)
+    assert len(lines) == len(set(lines)) == 3
+
+
+def test_two_applications_on_one_route_are_serves_own_complaint():
+    doc = document()
+    doc["applications"].append(copy.deepcopy(doc["applications"][0]))
+    assert any("duplicate" in line or "multiple" in line for line in problems(doc))
+
+
+def test_foreign_application_is_left_to_serve():
+    doc = document()
+    doc["applications"].append({"name": "other", "route_prefix": "/o", "import_path": "a.b:c"})
+    assert set(check_document(doc, name="file").configs) == {"flare"}
+
+
+def test_checking_does_not_change_the_document():
+    doc = document()
+    before = copy.deepcopy(doc)
+    check_document(doc, name="file")
+    assert doc == before
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\na: 2\n", "repeated key"),
+        ("a: [", "is not YAML"),
+        ("- 1\n", "must hold a mapping"),
+        ("", "must hold a mapping"),
+    ],
+)
+def test_unreadable_file_is_refused(tmp_path, text, told):
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_document(path)
+
+
+def test_missing_file_is_refused():
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_document(Path("none-such.yaml"))
+
+
+def test_file_without_applications_is_refused(tmp_path):
+    assert any("applications" in line for line in problems(yaml.safe_load("http_options: {}")))
