@@ -2,45 +2,49 @@
 C2).
 
 Costs drift together (contexts grow, a neighbour takes a core), and a program that has not run for a
-while would keep an old price. So each sample is kept relative to a common level that follows every
-round, and an estimate is the program's relative cost at today's level.
+while would keep an old price. So a common *level* follows the programs that do run: whenever a full
+window's mean changes, the level changes by the same factor, and every other program's price is read
+at today's level. For a single program the factors multiply to (its mean now / its mean then), so
+the level carries that window's noise and never wanders.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.shapes import GraphShape
 
-SAMPLES = 24
+SAMPLES = 48
 """Rounds remembered per program."""
 TRUSTED_SAMPLES = 3
 """Below so many, one disturbed round could decide: the program is worth a probe."""
-LEVEL_STEP = 0.05
-"""Weight of one round in the common level: a memory of some 20 rounds."""
-LEVEL_CLIP = 2.0
-"""A single round moves the level at most as if it had cost so many times more, or less."""
 ROW_SHARE = 0.2
 """Guessed cost of one more row per lane over that of a width-one round, before any measurement."""
 
 
 @dataclass(slots=True)
 class _Samples:
-    """Relative costs of one program."""
+    """Costs of one program, expressed at `level`."""
 
     values: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     mean: float = 0.0
+    level: float = 1.0
     last_round: int = 0
 
-    def add(self, value: float, round_number: int) -> None:
+    def express_at(self, level: float) -> None:
+        """Rescale what was measured at another level."""
+        if self.level != level:
+            factor = level / self.level
+            self.values = deque((value * factor for value in self.values), maxlen=SAMPLES)
+            self.mean *= factor
+            self.level = level
+
+    def add(self, value: float) -> None:
         self.values.append(value)
-        self.last_round = round_number
-        ordered = sorted(self.values)
-        quarter = len(ordered) // 4
-        middle = ordered[quarter : len(ordered) - quarter]
-        self.mean = sum(middle) / len(middle)
+        self.mean = _robust_mean(self.values)
 
 
 class CostTable:
@@ -56,7 +60,7 @@ class CostTable:
         self._samples: dict[GraphShape, _Samples] = {}
         self._guesses: dict[GraphShape, float] = {}
         for shape, cost_ns in (measured_ns or {}).items():
-            self._samples.setdefault(shape, _Samples()).add(float(cost_ns), 0)
+            self._samples.setdefault(shape, _Samples()).add(float(cost_ns))
 
     def observe(self, shape: GraphShape, cost_ns: int) -> None:
         """One complete round of `shape` took `cost_ns` > 0."""
@@ -64,19 +68,24 @@ class CostTable:
         samples = self._samples.get(shape)
         if samples is None:
             samples = self._samples[shape] = _Samples()
-        elif len(samples.values) >= TRUSTED_SAMPLES:
-            ratio = cost_ns / (samples.mean * self._level)
-            ratio = min(max(ratio, 1.0 / LEVEL_CLIP), LEVEL_CLIP)
-            self._level *= 1.0 + LEVEL_STEP * (ratio - 1.0)
-        few = len(samples.values) < TRUSTED_SAMPLES
-        samples.add(cost_ns / self._level, self.rounds)
-        if few:
+        samples.express_at(self._level)
+        if len(samples.values) < TRUSTED_SAMPLES:
             self._guesses.clear()
+        full, before = len(samples.values) == SAMPLES, samples.mean
+        samples.add(float(cost_ns))
+        if full:
+            self._level *= samples.mean / before
+            samples.level = self._level
+        samples.last_round = self.rounds
+
+    def samples(self, shape: GraphShape) -> int:
+        """Rounds of it that its price rests on, 0 .. SAMPLES."""
+        samples = self._samples.get(shape)
+        return len(samples.values) if samples is not None else 0
 
     def is_trusted(self, shape: GraphShape) -> bool:
         """Whether enough rounds of it were measured."""
-        samples = self._samples.get(shape)
-        return samples is not None and len(samples.values) >= TRUSTED_SAMPLES
+        return self.samples(shape) >= TRUSTED_SAMPLES
 
     def age_rounds(self, shape: GraphShape) -> int:
         """Rounds of any program since it last ran; all of them if it never did."""
@@ -87,21 +96,44 @@ class CostTable:
         """Price of a round now; a guess from its neighbours if it never ran."""
         samples = self._samples.get(shape)
         if samples is not None:
-            return samples.mean * self._level
+            return samples.mean * self._level / samples.level
         guess = self._guesses.get(shape)
         if guess is None:
             guess = self._guesses[shape] = self._guess(shape)
         return guess * self._level
 
+    def prices_ns(self, candidates: Sequence[GraphShape]) -> list[float]:
+        """Estimates of programs that differ in width alone, narrowest first.
+
+        A program not yet trusted is held between the trusted ones beside it, because a wider round
+        of the same lanes never costs less: one disturbed sample cannot price it out of ever being
+        measured again.
+        """
+        prices = [self.estimate_ns(shape) for shape in candidates]
+        trusted = [self.is_trusted(shape) for shape in candidates]
+        ceiling = math.inf
+        for place in range(len(candidates) - 1, -1, -1):
+            if trusted[place]:
+                ceiling = prices[place]
+            else:
+                prices[place] = min(prices[place], ceiling)
+        floor = 0.0
+        for place, price in enumerate(prices):
+            if trusted[place]:
+                floor = price
+            else:
+                prices[place] = max(price, floor)
+        return prices
+
     def _guess(self, shape: GraphShape) -> float:
-        """Relative cost of a program that never ran.
+        """Cost at level 1 of a program that never ran.
 
         1. Between two measured widths of its batch capacity: linear.
         2. Beyond them: the nearest one, scaled by the assumed share of a row.
         3. No width of its capacity measured: the nearest capacity stands for it.
         """
         known = {
-            other: samples.mean
+            other: samples.mean / samples.level
             for other, samples in self._samples.items()
             if other.kind is shape.kind
         }
@@ -123,6 +155,16 @@ class CostTable:
             return low_cost + (high_cost - low_cost) * (width - low) / (high - low)
         nearest, cost = below[-1] if below else above[0]
         return cost * _assumed(width) / _assumed(nearest)
+
+
+def _robust_mean(values: deque[float]) -> float:
+    """Mean of the middle half; the smaller of two, since disturbances only ever add time."""
+    ordered = sorted(values)
+    if len(ordered) < TRUSTED_SAMPLES:
+        return ordered[0]
+    cut = max(1, len(ordered) // 4)
+    middle = ordered[cut : len(ordered) - cut]
+    return sum(middle) / len(middle)
 
 
 def _assumed(width: int) -> float:

@@ -14,6 +14,7 @@ Each estimate is shrunk to the next coarser one:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.record import LaneRecord, Status
@@ -23,12 +24,12 @@ MAX_DRAFTS = MAX_WIDTH - 1
 FIRST_DEPTH_PRIOR = 0.6
 """Guess for depth 1 before anything was measured; decides little beyond the first rounds."""
 WORKLOAD_STRENGTH = 4.0
-REQUEST_STRENGTH = 6.0
+REQUEST_STRENGTH = 4.0
 """Tests of a depth that weigh as much as the prior it is shrunk to."""
 WORKLOAD_DECAY = 0.995
 REQUEST_DECAY = 0.93
-"""Weight of the past at each new test: memories of about 200 and 14 tests, so that a request that
-turns from prose to copied text is followed within some dozen rounds."""
+"""Weight of the past at each round that tested something: memories of about 200 and 14 rounds, so
+that a request that turns from prose to copied text is followed within some dozen rounds."""
 IDLE_DECAY = 0.985
 """Weight of a request's memory after a round that offered nothing: about 45 rounds half its
 evidence, so that a request once found hopeless is judged by the workload again."""
@@ -42,7 +43,10 @@ class _Tests:
     passed: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFTS)
 
     def add(self, successes: int, failed: bool, decay: float) -> None:
-        """Depths 1 .. successes passed; the next one failed, or was not tested."""
+        """Depths 1 .. successes passed; the next one failed, or was not tested.
+
+        Only tested depths lose weight, so that a deep one seldom tested is remembered longer.
+        """
         tested, passed = self.tested, self.passed
         for depth in range(successes + failed):
             tested[depth] = tested[depth] * decay + 1.0
@@ -81,25 +85,27 @@ class SurvivalEstimator:
             self._requests[uid] = request
         return request.expected
 
-    def observe(self, lane: LaneRecord) -> None:
-        """Learn from one lane's record; a dead or failed lane teaches nothing."""
-        if not lane.status & Status.ACTIVE or lane.status & Status.NONFINITE:
-            return
-        request = self._requests.get(lane.uid)
-        if request is None:
-            request = _Request(_Tests(), ())
-            self._requests[lane.uid] = request
-        if lane.offered == 0:
-            request.tests.fade(IDLE_DECAY)
-        else:
-            # Clipped: the drafts that were committed passed, the next one's fate is not told.
-            clipped = lane.emitted <= lane.accepted
-            successes = min(lane.accepted, lane.emitted)
-            failed = not clipped and lane.accepted < lane.offered
-            request.tests.add(successes, failed, REQUEST_DECAY)
-            self._workload.add(successes, failed, WORKLOAD_DECAY)
+    def observe(self, lanes: Iterable[LaneRecord]) -> None:
+        """Learn from one round's records; dead and failed lanes teach nothing."""
+        outcomes = [
+            lane
+            for lane in lanes
+            if lane.status & Status.ACTIVE and not lane.status & Status.NONFINITE
+        ]
+        if any(lane.offered for lane in outcomes):
+            self._workload.fade(WORKLOAD_DECAY)
+            for lane in outcomes:
+                self._workload.add(*_tested(lane), 1.0)
             self._prior = self._workload_chances()
-        request.expected = self._request_expected(request.tests)
+        for lane in outcomes:
+            request = self._requests.get(lane.uid)
+            if request is None:
+                request = self._requests[lane.uid] = _Request(_Tests(), ())
+            if lane.offered:
+                request.tests.add(*_tested(lane), REQUEST_DECAY)
+            else:
+                request.tests.fade(IDLE_DECAY)
+            request.expected = self._request_expected(request.tests)
 
     def forget(self, uid: int) -> None:
         """Drop a request."""
@@ -122,6 +128,15 @@ class SurvivalEstimator:
                 )
             )
         )
+
+
+def _tested(lane: LaneRecord) -> tuple[int, bool]:
+    """Depths that passed, and whether the next one was tested and failed.
+
+    In a clipped round the drafts that were committed passed; the next one's fate is not told.
+    """
+    clipped = lane.emitted <= lane.accepted
+    return min(lane.accepted, lane.emitted), not clipped and lane.accepted < lane.offered
 
 
 def _expected(chances: tuple[float, ...]) -> tuple[float, ...]:

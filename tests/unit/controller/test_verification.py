@@ -1,0 +1,275 @@
+"""Verification policies: what is learnt, what is chosen, and what it costs in simulated worlds."""
+
+import itertools
+
+import pytest
+
+from flare_ray.contracts.record import Status
+from flare_ray.contracts.shapes import speculative_shapes
+from flare_ray.controller.verification import (
+    AdaptivePolicy,
+    Cohort,
+    CohortLane,
+    CompletedRound,
+    FixedPolicy,
+)
+from flare_ray.controller.verification.adaptive import (
+    ACCOUNT_LIMIT_ROUNDS,
+    PROBE_SHARE,
+    STATED_BOUND,
+)
+from flare_ray.controller.verification.cost import SAMPLES, CostTable
+from flare_ray.controller.verification.survival import SurvivalEstimator
+from flare_ray.errors import ContractViolation
+from tests.support.policy_simulator import (
+    World,
+    best_fixed,
+    catalog_of,
+    expected_emitted,
+    lane_record,
+    simulate,
+)
+
+ROUNDS = 2000
+MS = 1e6
+SURVIVAL_TOLERANCE = 0.1
+"""Three standard deviations of a frequency over the request's memory of some 20 tests, shrunk."""
+CATALOG = speculative_shapes(1, range(1, 9), 128)
+ONE_LANE = Cohort((CohortLane(1, 7),))
+
+
+def flat(chance):
+    return lambda lane, number: (chance,) * 7
+
+
+def listed(*chances):
+    return lambda lane, number: chances
+
+
+def rising(per_row, *, cliff_at=99, factor=1.0):
+    """Price by width, with a jump at one width."""
+
+    def price(shape, number):
+        jump = factor if shape.verify_width >= cliff_at else 1.0
+        return MS * (1.0 + per_row * (shape.verify_width - 1)) * jump
+
+    return price
+
+
+# Fixed.
+
+
+def test_fixed_width_applies_where_prepared_and_width_one_elsewhere():
+    policy = FixedPolicy(4)
+    assert policy.choose(ONE_LANE, CATALOG).verify_width == 4
+    only_narrow = CATALOG[:1]
+    assert policy.choose(ONE_LANE, only_narrow).verify_width == 1
+
+
+def test_policy_refuses_to_explain_a_choice_it_never_made():
+    with pytest.raises(ContractViolation):
+        FixedPolicy(2).decision()
+    with pytest.raises(ContractViolation):
+        AdaptivePolicy().decision()
+
+
+# Survival.
+
+
+def survival_of(records, uid=1):
+    estimator = SurvivalEstimator()
+    for record in records:
+        estimator.observe([record])
+    expected = estimator.expected_emitted(uid)
+    return [after - before for before, after in itertools.pairwise(expected)]
+
+
+def test_survival_converges_to_the_observed_joint_frequencies():
+    accepted = [3, 1, 0, 3, 3, 1, 3, 3] * 50
+    survival = survival_of([lane_record(1, offered=3, accepted=a) for a in accepted])
+    for depth, truth in enumerate([7 / 8, 5 / 8, 5 / 8]):
+        assert survival[depth] == pytest.approx(truth, abs=SURVIVAL_TOLERANCE)
+
+
+def test_depth_that_was_not_offered_counts_neither_way():
+    shallow = survival_of([lane_record(1, offered=2, accepted=2)] * 60)
+    assert shallow[1] > 0.85
+    ratios = [after / before for before, after in itertools.pairwise(shallow[1:])]
+    assert min(ratios) > 0.85, "unseen depths follow the deepest seen one"
+
+
+def test_clipped_round_is_no_rejection():
+    """EOS after two of five accepted drafts: two passed, the third's fate is unknown."""
+    clipped = lane_record(1, offered=7, accepted=5, emitted=2, status=Status.ACTIVE | Status.EOS)
+    assert survival_of([clipped] * 40)[1] > 0.8
+    rejected = lane_record(1, offered=7, accepted=2)
+    assert survival_of([rejected] * 40)[2] < 0.3
+
+
+@pytest.mark.parametrize("status", [Status.IDLE, Status.ACTIVE | Status.NONFINITE])
+def test_dead_or_failed_lane_teaches_nothing(status):
+    record = lane_record(1, offered=7, accepted=0, emitted=0, status=status)
+    assert survival_of([record] * 40) == survival_of([])
+
+
+def test_request_is_judged_by_its_own_outcomes_once_it_has_some():
+    estimator = SurvivalEstimator()
+    for _ in range(40):
+        estimator.observe(
+            [lane_record(1, offered=5, accepted=5), lane_record(2, offered=5, accepted=0)]
+        )
+    assert estimator.expected_emitted(1)[5] > 4.5
+    assert estimator.expected_emitted(2)[5] < 1.7
+    assert 1.5 < estimator.expected_emitted(3)[5] < 4.5, "a new request starts at the workload"
+
+
+def test_forgotten_requests_leave_nothing_behind():
+    policy = AdaptivePolicy()
+    for uid in range(500):
+        policy.choose(Cohort((CohortLane(uid, 7),)), CATALOG)
+        policy.forget(uid)
+    assert len(policy.survival) == 0
+
+
+# Prices.
+
+
+def test_price_ignores_rare_disturbances():
+    table = CostTable()
+    for number in range(SAMPLES):
+        table.observe(CATALOG[2], 5_000_000 if number % 7 == 3 else 1_000_000)
+    assert table.estimate_ns(CATALOG[2]) == pytest.approx(1_000_000, rel=0.01)
+
+
+def test_price_of_an_idle_program_follows_the_common_drift():
+    table = CostTable()
+    for _ in range(SAMPLES):
+        table.observe(CATALOG[0], 1_000_000)
+        table.observe(CATALOG[3], 1_500_000)
+    for number in range(300):
+        table.observe(CATALOG[0], 1_000_000 + 10_000 * min(number, 100))
+    assert table.estimate_ns(CATALOG[3]) == pytest.approx(3_000_000, rel=0.02)
+
+
+def test_level_does_not_wander_under_noise():
+    """Negative control: multiplying each round's own ratio into the level drifts without bound."""
+    table = CostTable()
+    for number in range(20_000):
+        table.observe(CATALOG[number % 3], 1_000_000 + (number * 7919 % 400_000))
+    assert 0.8 < table._level < 1.25
+
+
+def test_unmeasured_width_is_priced_between_its_neighbours():
+    table = CostTable({CATALOG[0]: 1_000_000, CATALOG[4]: 2_000_000})
+    assert table.estimate_ns(CATALOG[2]) == pytest.approx(1_500_000)
+
+
+def test_one_disturbed_sample_cannot_price_a_narrow_width_out():
+    table = CostTable()
+    table.observe(CATALOG[0], 90_000_000)
+    for _ in range(SAMPLES):
+        table.observe(CATALOG[2], 2_000_000)
+    assert table.prices_ns(CATALOG)[0] <= 2_000_000
+
+
+# Choice.
+
+
+def choose_after(policy, chance_accepted, price, rounds=300):
+    """Widths chosen in the last third of a run with one lane that always accepts so many."""
+    widths = []
+    for _ in range(rounds):
+        shape = policy.choose(ONE_LANE, CATALOG)
+        widths.append(shape.verify_width)
+        record = lane_record(
+            1,
+            offered=shape.verify_width - 1,
+            accepted=min(chance_accepted, shape.verify_width - 1),
+        )
+        policy.observe(CompletedRound(shape, (record,)), round(price(shape, 0)))
+    return widths[-rounds // 3 :]
+
+
+def most_common(widths):
+    return max(set(widths), key=widths.count)
+
+
+@pytest.mark.parametrize(("accepted", "width"), [(0, 1), (2, 3), (7, 8)])
+def test_width_follows_the_accepted_count_under_mild_prices(accepted, width):
+    assert most_common(choose_after(AdaptivePolicy(), accepted, rising(0.05))) == width
+
+
+def test_width_stops_before_a_price_cliff():
+    price = rising(0.05, cliff_at=5, factor=3.0)
+    assert most_common(choose_after(AdaptivePolicy(), 7, price)) == 4
+
+
+def test_ceilings_bound_the_useful_widths():
+    policy = AdaptivePolicy()
+    cohort = Cohort((CohortLane(1, 0), CohortLane(2, 2)))
+    assert policy.choose(cohort, CATALOG).verify_width <= 3
+    assert policy.choose(Cohort((CohortLane(1, 0),)), CATALOG).verify_width == 1
+
+
+def test_equal_inputs_give_equal_choices():
+    world = World(4, flat(0.6), rising(0.2))
+    first = simulate(AdaptivePolicy(), world, rounds=400, seed=3)
+    second = simulate(AdaptivePolicy(), world, rounds=400, seed=3)
+    assert first.widths == second.widths
+
+
+def test_probes_stay_inside_their_account_in_the_long_run():
+    """Drafts are useless and dear: every round that is not of width one is a probe's loss."""
+    world = World(1, flat(0.0), rising(0.8), noise=0.0, disturbance=0.0, request_rounds=10**6)
+    outcome = simulate(AdaptivePolicy(), world, rounds=20_000, seed=1)
+    settled = outcome.widths[10_000:]
+    lost_ns = sum(0.8 * MS * (width - 1) for width in settled)
+    assert 0 < lost_ns < (PROBE_SHARE * len(settled) + ACCOUNT_LIMIT_ROUNDS) * MS
+
+
+def test_every_width_is_measured_where_probes_are_cheap():
+    world = World(1, flat(0.5), rising(0.02), noise=0.05)
+    outcome = simulate(AdaptivePolicy(), world, rounds=600, seed=2)
+    assert set(outcome.widths) == set(range(1, 9))
+
+
+WORLDS = {
+    "useless-drafts": World(4, flat(0.02), rising(0.2)),
+    "useless-dear": World(1, flat(0.02), rising(0.8)),
+    "poor": World(4, flat(0.3), rising(0.25)),
+    "good-cheap": World(1, flat(0.85), rising(0.03)),
+    "copying": World(16, flat(0.98), rising(0.25)),
+    "survival-cliff-3": World(4, listed(0.97, 0.95, 0.9, 0.05, 0.05, 0.05, 0.05), rising(0.1)),
+    "survival-cliff-1": World(1, listed(0.9, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02), rising(0.05)),
+    "price-cliff-5": World(4, flat(0.85), rising(0.05, cliff_at=5, factor=1.8)),
+    "price-cliff-2": World(4, flat(0.6), rising(0.03, cliff_at=2, factor=1.5)),
+    "mixed-lanes": World(4, lambda lane, n: ((0.95,) * 7, (0.2,) * 7)[lane % 2], rising(0.15)),
+    "drift": World(1, flat(0.7), lambda s, n: MS * (1 + n / 500) * (1 + 0.2 * s.verify_width)),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_goodput_stays_within_the_stated_bound_of_the_best_fixed_width(name, random_seed):
+    world = WORLDS[name]
+    best, _ = best_fixed(world, rounds=ROUNDS)
+    outcome = simulate(AdaptivePolicy(), world, rounds=ROUNDS, seed=random_seed)
+    assert outcome.goodput >= (1 - STATED_BOUND) * best
+
+
+def test_shifting_survival_beats_every_fixed_width(random_seed):
+    world = World(4, lambda lane, n: ((0.95,) * 7, (0.1,) * 7)[n // 250 % 2], rising(0.15))
+    best, _ = best_fixed(world, rounds=ROUNDS)
+    assert simulate(AdaptivePolicy(), world, rounds=ROUNDS, seed=random_seed).goodput > best
+
+
+def test_bound_catches_a_policy_that_never_adapts(random_seed):
+    """Negative control: the wrong fixed width breaks the bound in the same simulation."""
+    world = WORLDS["useless-dear"]
+    best, _ = best_fixed(world, rounds=ROUNDS)
+    outcome = simulate(FixedPolicy(8), world, rounds=ROUNDS, seed=random_seed)
+    assert outcome.goodput < (1 - STATED_BOUND) * best
+
+
+def test_simulator_values_rounds_by_their_expectation():
+    assert expected_emitted((0.5, 0.5), 2) == pytest.approx(1.75)
+    assert [shape.verify_width for shape in catalog_of(WORLDS["poor"])] == list(range(1, 9))
