@@ -18,7 +18,7 @@ from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RoundReply
 from flare_ray.device.graphs.eager import EagerBackend
 from flare_ray.device.sampling.masks import mask_words
-from flare_ray.device.speculation.inputs import FilterBounds
+from flare_ray.device.speculation.inputs import FilterBounds, LaneBounds
 from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.layout import StateLimits
@@ -148,12 +148,13 @@ class RankExecutor:
                 f"for a vocabulary of {self.manifest.vocab_size}"
             )
 
-    def _bounds(self, plan: RoundPlan) -> FilterBounds:
-        """Bounds over what the lanes' slots hold now, stale lanes included: they run padded."""
+    def _bounds(self, plan: RoundPlan) -> LaneBounds:
+        """What the lanes' slots hold now; stale lanes are counted too, they run padded."""
         views = [self._ledger.view(lane.slot) for lane in lanes_of(plan)]
-        return FilterBounds(
+        filters = FilterBounds(
             max_top_k=max(view.top_k for view in views),
             every_lane_greedy=all(view.top_k == 1 for view in views),
             any_top_p=any(view.top_p < 1.0 for view in views),
             any_min_p=any(view.min_p > 0.0 for view in views),
         )
+        return LaneBounds(filters, self._ledger.context_pages(plan))

@@ -27,6 +27,7 @@ from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
 from flare_ray.device.state.layout import DTYPE_BYTES, StateLimits, pages_for, state_bytes
 from flare_ray.device.state.store import TORCH_DTYPE
+from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.index import open_checkpoint
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import validate
@@ -36,7 +37,6 @@ from flare_ray.recipes.declaration import (
     Communicator,
     Family,
     Recipe,
-    TensorSpec,
     resolve,
 )
 from flare_ray.recipes.registry import find_recipe
@@ -139,8 +139,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         sampling_defaults=_sampling_defaults(recipe.sampling_defaults, generation),
         shapes=shapes,
         budget=ByteBudget(
-            weights_bytes=_weights_bytes(
-                resolve(recipe.manifest)(geometry), families, config=config
+            weights_bytes=rank_weight_bytes(
+                resolve(recipe.manifest)(geometry),
+                world_size=config.tensor_parallel_size,
+                element_bytes=DTYPE_BYTES[config.dtype],
+                families=families,
             ),
             page_bytes=page_bytes,
             state_bytes=rest_bytes,
@@ -270,20 +273,6 @@ def _pool_pages(config: EngineConfig) -> int:
     if config.page_pool_tokens is not None:
         return pages_for(config.page_pool_tokens)
     return config.concurrency * pages_for(config.context_tokens)
-
-
-def _weights_bytes(
-    specs: Iterable[TensorSpec], families: tuple[Family, ...], *, config: EngineConfig
-) -> int:
-    """Bytes of one rank's weights in the engine's type, from shapes."""
-    total = 0
-    for spec in specs:
-        if spec.family in families and spec.required:
-            count = math.prod(spec.shape)
-            if spec.shard_dim is not None:
-                count //= config.tensor_parallel_size
-            total += count * DTYPE_BYTES[config.dtype]
-    return total
 
 
 def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelParts:

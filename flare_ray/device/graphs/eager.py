@@ -22,6 +22,7 @@ from flare_ray.device.sampling.masks import mask_words
 from flare_ray.device.speculation.inputs import (
     FilterBounds,
     HostFacts,
+    LaneBounds,
     PrefillInputs,
     RoundInputs,
     StaticBuffer,
@@ -89,17 +90,17 @@ class EagerRound:
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
 
-    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """See `Program`."""
         masked = masks is not None and any(lane.mask_row >= 0 for lane in plan.lanes)
         self._inputs.fill(plan, masks if masked else None)
         self._facts = HostFacts(
-            context_pages=columns_in_view(plan, self._columns),
+            context_pages=bounds.context_pages,
             rows=self.shape.verify_width,
             masked=masked,
             copies=any(lane.copy_tokens for lane in plan.lanes),
             sampled=True,
-            filters=filters,
+            filters=bounds.filters,
         )
 
     def replay(self) -> None:
@@ -136,17 +137,17 @@ class EagerPrefill:
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
 
-    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """See `Program`."""
         masked = masks is not None and any(lane.mask_row >= 0 for lane in plan.prefill)
         self._inputs.fill(plan, masks if masked else None)
         self._facts = HostFacts(
-            context_pages=columns_in_view(plan, self._columns),
+            context_pages=bounds.context_pages,
             rows=max(len(lane.tokens) for lane in plan.prefill),
             masked=masked,
             copies=False,
             sampled=any(lane.final and lane.pending < 0 for lane in plan.prefill),
-            filters=filters,
+            filters=bounds.filters,
         )
 
     def replay(self) -> None:
@@ -193,12 +194,3 @@ class EagerBackend:
         """See `Backend`."""
         for program in self._programs.values():
             program.warm()
-
-
-def columns_in_view(plan: RoundPlan, columns: int) -> int:
-    """Page-table columns of an eager execution.
-
-    One more than the plan's bound: a drafter may run up to six rows past the last position that the
-    lane can commit, and those rows must find the null page rather than no entry.
-    """
-    return min(plan.context_pages + 1, columns) if plan.context_pages else columns

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.shapes import GraphShape
-from flare_ray.device.speculation.inputs import FilterBounds
+from flare_ray.device.speculation.inputs import LaneBounds
 
 
 class Program(Protocol):
@@ -23,12 +23,12 @@ class Program(Protocol):
     shape: GraphShape
     record: Tensor
 
-    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, filters: FilterBounds) -> None:
+    def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """Copy a checked plan into the static inputs: one copy per buffer.
 
         Args:
             masks: [rows, words] int32 grammar rows, None where no lane is constrained.
-            filters: bounds over the lanes' sampling parameters.
+            bounds: what the lanes' slots hold, as far as the host knows.
         """
 
     def replay(self) -> None:

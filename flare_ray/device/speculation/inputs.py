@@ -89,6 +89,20 @@ class FilterBounds:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneBounds:
+    """What the host knows about a plan's lanes beyond the plan itself.
+
+    Attributes:
+        filters: of the sampling parameters in the lanes' slots.
+        context_pages: page-table columns that hold every row the lanes may compute, rejected and
+            drafted ones included.
+    """
+
+    filters: FilterBounds
+    context_pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class HostFacts:
     """Host-known choices of one execution: fixed per graph when captured, per plan when eager.
 

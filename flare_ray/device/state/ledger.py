@@ -24,7 +24,8 @@ from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.device.state.layout import pages_for
 from flare_ray.errors import ContractViolation
 
-ENDING = Status.EOS | Status.LENGTH | Status.NONFINITE
+ACTIVE = Status.ACTIVE.value
+ENDING = (Status.EOS | Status.LENGTH | Status.NONFINITE).value
 NEVER = -1
 
 
@@ -101,12 +102,26 @@ class SlotLedger:
         """
         for lane, row in zip(lanes_of(plan), rows, strict=True):
             view = self._slots[lane.slot]
-            if view.epoch != lane.epoch or not row[Field.STATUS] & Status.ACTIVE:
+            if view.epoch != lane.epoch or not row[Field.STATUS] & ACTIVE:
                 continue
             view.consumed = row[Field.CONSUMED]
             view.budget = row[Field.BUDGET_LEFT]
             view.ended = bool(row[Field.STATUS] & ENDING)
             view.filling = isinstance(lane, PrefillLane) and not lane.final
+
+    def context_pages(self, plan: RoundPlan) -> int:
+        """Page-table columns that hold every row the plan's live lanes may compute, one at least.
+
+        A round of W rows at N consumed tokens computes positions up to N + W - 1 whatever budget
+        and ceiling allow, and its drafter up to N + W - 3.
+        """
+        ends = [lane.start + len(lane.tokens) for lane in plan.prefill]
+        ends += [
+            self._slots[lane.slot].consumed + plan.shape.verify_width
+            for lane in plan.lanes
+            if self._slots[lane.slot].epoch == lane.epoch
+        ]
+        return min(pages_for(max([*ends, 1])), self._columns)
 
     def _problems(self, plan: RoundPlan, mask_rows: int | None) -> Iterator[str]:
         if plan.round_id <= self._last_round:
