@@ -103,29 +103,57 @@ def check_document(document: Document, *, name: str) -> Checked:
 
     schema = deploy_schema()
     problems = list(unknown_keys(document, schema, path=""))
-    configs: dict[str, DeploymentConfig] = {}
+    configs, more = _arguments(document)
+    problems += more
     for i, application in enumerate(_applications(document)):
-        path = f"applications[{i}]"
-        if application.get("import_path") != IMPORT_PATH:
-            continue
-        problems += unknown_keys(application.get("args") or {}, DeploymentConfig, f"{path}.args")
-        try:
-            config = DeploymentConfig.model_validate(application.get("args") or {})
-        except ValidationError as error:
-            problems += _violations(error, f"{path}.args")
-            continue
-        configs[application.get("name", "default")] = config
-        problems += _engine_problems(config, f"{path}.args.engine")
-        problems += _override_problems(application, config, DEPLOYMENTS, path=path)
+        config = configs.get(application.get("name", "default"))
+        if config is not None and application.get("import_path") == IMPORT_PATH:
+            path = f"applications[{i}]"
+            problems += _override_problems(application, config, DEPLOYMENTS, path=path)
     if not problems:
         try:
             schema.model_validate(document)
         except ValidationError as error:
             problems += _violations(error, "")
+    _refuse(problems, name)
+    return Checked(document, configs)
+
+
+def check_arguments(document: Document, *, name: str) -> dict[str, DeploymentConfig]:
+    """Check what a document says to this project alone, without Ray: arguments by application.
+
+    Raises:
+        ConfigError: everything that is wrong with them, one line each.
+    """
+    configs, problems = _arguments(document)
+    _refuse(problems, name)
+    return configs
+
+
+def _arguments(document: Document) -> tuple[dict[str, DeploymentConfig], list[str]]:
+    """Valid arguments of our applications, and what is wrong with the others."""
+    configs: dict[str, DeploymentConfig] = {}
+    problems: list[str] = []
+    for i, application in enumerate(_applications(document)):
+        path = f"applications[{i}].args"
+        if application.get("import_path") != IMPORT_PATH:
+            continue
+        args = application.get("args") or {}
+        problems += unknown_keys(args, DeploymentConfig, path)
+        try:
+            config = DeploymentConfig.model_validate(args)
+        except ValidationError as error:
+            problems += _violations(error, path)
+            continue
+        configs[application.get("name", "default")] = config
+        problems += _engine_problems(config, f"{path}.engine")
+    return configs, problems
+
+
+def _refuse(problems: list[str], name: str) -> None:
     if problems:
         # The walk and the models may both complain about one unknown key.
         raise ConfigError("\n".join([f"{name}:", *dict.fromkeys(problems)]))
-    return Checked(document, configs)
 
 
 def unknown_keys(value: Any, model: type[BaseModel], path: str) -> Iterator[str]:

@@ -31,9 +31,10 @@ def deployment_of(file: Path, options: EngineOptions) -> tuple[DeploymentConfig,
     """
     if not file.exists():
         raise ConfigError(f"{file} does not exist: give a deployment file or a checkpoint folder")
-    from flare_ray.cli.config_check import check_document, read_document
+    # Not the whole strict check: that one asks Ray, which neither plan nor debug-serve needs.
+    from flare_ray.cli.config_check import check_arguments, read_document
 
-    configs = check_document(read_document(file), name=str(file)).configs
+    configs = check_arguments(read_document(file), name=str(file))
     if len(configs) != 1:
         raise ConfigError(
             f"{file} has {len(configs)} applications of this project ({', '.join(configs)}), and "
