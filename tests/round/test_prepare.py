@@ -176,6 +176,14 @@ def test_setting_that_cannot_be_honoured_is_refused_by_name(checkpoint, name, mo
         plan_engine(config_of(checkpoint, **fields))
 
 
+def test_uncaptured_cuda_engine_can_be_planned_anywhere(checkpoint):
+    config = config_of(checkpoint, device="cuda", dtype="bfloat16", eager=True)
+    manifest = plan_engine(config)
+    assert (manifest.device, manifest.dtype, manifest.threads) == ("cuda", "bfloat16", 0)
+    on_cpu = plan_engine(config_of(checkpoint, concurrency=config.concurrency))
+    assert manifest.shapes == on_cpu.shapes
+
+
 def test_checkpoint_without_a_drafter_serves_only_the_ordinary_family(tmp_path):
     folder = write_checkpoint(tmp_path / "s", Script(vocab_size=16, num_drafter_layers=0))
     with pytest.raises(ConfigError, match="no drafter"):
