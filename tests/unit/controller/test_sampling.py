@@ -1,0 +1,131 @@
+"""Sampling parameters: defaults, greedy mapping, and refusals that name the field."""
+
+import math
+
+import pytest
+
+from flare_ray.contracts.manifest import SamplingDefaults
+from flare_ray.contracts.request import SamplingParams
+from flare_ray.controller.sampling import (
+    GREEDY_BELOW_TEMPERATURE,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    resolve,
+)
+from flare_ray.errors import InvalidRequest
+
+DEFAULTS = SamplingDefaults(temperature=0.8, top_k=20, top_p=0.95, min_p=0.05)
+VOCAB = 1000
+
+
+def resolved(prompt_tokens=10, context_tokens=100, defaults=DEFAULTS, **fields):
+    return resolve(
+        SamplingParams(**fields),
+        defaults,
+        vocab_size=VOCAB,
+        prompt_tokens=prompt_tokens,
+        context_tokens=context_tokens,
+    )
+
+
+def test_unset_values_are_the_checkpoints():
+    spec = resolved(seed=5).sampling
+    assert (spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (0.8, 20, 0.95, 0.05)
+
+
+def test_explicit_values_override_the_checkpoints():
+    spec = resolved(temperature=1.3, top_k=3, top_p=0.5, min_p=0.0).sampling
+    assert (spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (1.3, 3, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 1e-300, GREEDY_BELOW_TEMPERATURE / 2])
+def test_zero_and_vanishing_temperature_run_as_top_k_one(temperature):
+    spec = resolved(temperature=temperature).sampling
+    assert (spec.temperature, spec.top_k, spec.top_p, spec.min_p) == (1.0, 1, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("temperature", [1e-8, 1e-3, 1.0, 1e6])
+def test_positive_temperature_is_kept(temperature):
+    assert resolved(temperature=temperature).sampling.temperature == temperature
+
+
+def test_smallest_kept_temperature_cannot_overflow_float32():
+    largest_logit = 1e4
+    assert largest_logit / GREEDY_BELOW_TEMPERATURE < 3e38
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, VOCAB, VOCAB + 1, 2**31 - 1])
+def test_top_k_beyond_the_vocabulary_or_off_is_off(top_k):
+    assert resolved(top_k=top_k).sampling.top_k == 0
+
+
+@pytest.mark.parametrize("top_k", [1, 7, VOCAB - 1])
+def test_top_k_inside_the_vocabulary_is_kept(top_k):
+    assert resolved(top_k=top_k).sampling.top_k == top_k
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [(0, 0), (7, 7), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)],
+)
+def test_seed_of_either_sign_becomes_unsigned(seed, expected):
+    assert resolved(seed=seed).sampling.seed == expected
+
+
+def test_missing_seed_is_fresh_each_time():
+    seeds = {resolved().sampling.seed for _ in range(50)}
+    assert len(seeds) == 50 and all(0 <= seed < 2**64 for seed in seeds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"stop": ("",)}, "stop"),
+        ({"stop": ("\ud800",)}, "stop"),
+        ({"stop": ("x",) * (MAX_STOP_STRINGS + 1)}, "stop"),
+        ({"stop": ("é" * MAX_STOP_BYTES,)}, "stop"),
+        ({"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+        ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+    ],
+)
+def test_value_out_of_range_is_refused_by_name(fields, param):
+    with pytest.raises(InvalidRequest) as refusal:
+        resolved(**fields)
+    assert refusal.value.param == param
+    assert refusal.value.status == 400
+
+
+def test_unset_budget_is_all_that_the_context_leaves():
+    assert resolved(prompt_tokens=30, context_tokens=100).max_tokens == 70
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "words"),
+    [(30, 71, ("71", "30", "100", "70")), (100, None, ("100",)), (101, 1, ("101", "100"))],
+)
+def test_budget_beyond_the_context_is_refused_with_its_numbers(prompt, max_tokens, words):
+    with pytest.raises(InvalidRequest) as refusal:
+        resolved(prompt_tokens=prompt, context_tokens=100, max_tokens=max_tokens)
+    assert refusal.value.code == "context_length_exceeded"
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_stops_become_bytes():
+    result = resolved(stop=("€", "ab"), stop_token_ids=(3,), include_stop_str_in_output=True)
+    assert result.stop == ("€".encode(), b"ab")
+    assert (result.stop_token_ids, result.include_stop) == ((3,), True)
