@@ -77,16 +77,6 @@ class SocketChannel:
             link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._poll.register(link.sock, select.POLLIN)
 
-    @property
-    def completed(self) -> int:
-        """Rounds answered by all ranks; may be read from another thread."""
-        return self._merger.completed
-
-    @property
-    def failure(self) -> RankFailure | None:
-        """The fault that stopped the channel; may be read from another thread."""
-        return self._failure
-
     def submit(self, plan: RoundPlan) -> None:
         """Send `plan` to every rank; returns at once.
 

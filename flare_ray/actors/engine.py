@@ -192,9 +192,9 @@ class EngineHost:
         stats = self._core.stats()
         used = stats.total_pages - stats.free_pages
         return {
-            "flare_waiting": float(stats.waiting),
-            "flare_running": float(stats.running),
-            "flare_pages_used_ratio": used / max(stats.total_pages, 1),
+            "waiting_requests": float(stats.waiting),
+            "running_requests": float(stats.running),
+            "pages_used_ratio": used / max(stats.total_pages, 1),
         }
 
     def rank_pids(self) -> list[int]:

@@ -31,7 +31,6 @@ class RoundMerger:
 
     Attributes:
         last_round: id of the last round submitted; -1 before the first.
-        completed: rounds answered by all ranks; read by other threads as a sign of progress.
         waiting_since_s: monotonic time from which the oldest unanswered round has had all ranks to
             itself: its submission, or the answer of the round before it.
     """
@@ -39,7 +38,6 @@ class RoundMerger:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.last_round = -1
-        self.completed = 0
         self.waiting_since_s = 0.0
         self._open: deque[_OpenRound] = deque()
 
@@ -150,5 +148,4 @@ class RoundMerger:
                 rank=0,
                 round_id=entry.round_id,
             )
-        self.completed += 1
         return RoundResult(round_id=entry.round_id, lanes=lanes, elapsed_ns=first.elapsed_ns)

@@ -126,16 +126,6 @@ class ThreadChannel:
         self._failure: RankFailure | None = None
         self._closed = False
 
-    @property
-    def completed(self) -> int:
-        """Rounds answered by all ranks; may be read from another thread."""
-        return self._merger.completed
-
-    @property
-    def failure(self) -> RankFailure | None:
-        """The fault that stopped the channel; may be read from another thread."""
-        return self._failure
-
     def submit(self, plan: RoundPlan) -> None:
         """Hand `plan` to every rank; raises as `SocketChannel.submit`.
 

@@ -92,7 +92,6 @@ def test_round_is_answered_once_by_all_ranks_in_plan_order(ranks, world_size):
     results = [play(channel, round_id) for round_id in range(5)]
     assert [result.round_id for result in results] == list(range(5))
     assert all(len(result.lanes) == 1 for result in results)
-    assert channel.completed == 5
 
 
 def test_two_queued_rounds_are_answered_in_order(ranks):
@@ -226,7 +225,6 @@ def test_failure_is_sticky(ranks):
         with pytest.raises(RankFailure) as again:
             call()
         assert again.value is failure
-    assert channel.failure is failure
 
 
 def test_submit_to_a_dead_rank_fails_with_its_own_words(ranks):

@@ -13,15 +13,10 @@ from flare_ray.errors import CheckpointError, ConfigError, RankFailure
 from tests.actors.test_core import Consumer
 from tests.support.fake_channel import make_manifest
 from tests.support.plans import prefill_plan
-from tests.support.scripted_engine import make_request, scripted_checkpoint, scripted_config
+from tests.support.scripted_engine import make_request, scripted_config
 from tests.support.stand_in import StandInExecutor
 
 MANIFEST = make_manifest()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return scripted_checkpoint(tmp_path_factory.mktemp("scripted"))
 
 
 def generate(config, names=("one", "two", "three")) -> dict[str, list[int]]:

@@ -14,6 +14,7 @@ from flare_ray.actors.launch import launch_engine
 from flare_ray.actors.listener import RankListener
 from flare_ray.contracts.messages import Admitted, Failed, Finished
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
+from tests.actors.conftest import CPUS
 from tests.actors.ray_support import Listener, is_alive, wait_until
 from tests.actors.test_core import Consumer
 from tests.support.scripted_engine import (
@@ -26,30 +27,10 @@ from tests.support.scripted_engine import (
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
 
 APPLICATION = "actors"
-CPUS = 4
 NAMES = ("one", "two", "three")
 FIXED = {"policy": "fixed"}
 FAULT_LIMIT_S = 1.0
 RELEASE_LIMIT_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        "local",
-        num_cpus=CPUS,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-        configure_logging=False,
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return scripted_checkpoint(tmp_path_factory.mktemp("scripted"))
 
 
 @pytest.fixture
@@ -171,7 +152,7 @@ def test_cancelled_call_ends_its_request(launch, listener, checkpoint):
     assert isinstance(end, Failed) and end.code == "cancelled"
     assert isinstance(answer(submit(engine, listener, "b", max_tokens=5)), Finished)
     stats = ray.get(engine.actor.record_autoscaling_stats.remote())
-    assert stats["flare_pages_used_ratio"] == 0.0
+    assert stats["pages_used_ratio"] == 0.0
 
 
 def test_refusals_are_answers_with_their_status(launch, listener, checkpoint):

@@ -9,7 +9,7 @@ from flare_ray.actors.inprocess import prepare_threads, start_inprocess
 from flare_ray.actors.listener import RankListener
 from flare_ray.actors.thread_channel import ThreadChannel
 from tests.actors.test_core import Consumer
-from tests.support.scripted_engine import make_request, scripted_checkpoint, scripted_config
+from tests.support.scripted_engine import make_request, scripted_config
 from tests.support.scripted_rank_process import start_scripted_rank
 
 ROUND_LIMIT_S = 60.0
@@ -33,11 +33,6 @@ class RecordingChannel(ThreadChannel):
         if result is not None:
             self.results.append(result)
         return result
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return scripted_checkpoint(tmp_path_factory.mktemp("scripted"))
 
 
 @pytest.fixture(scope="module")
@@ -104,18 +99,21 @@ def test_replay_on_two_processes_gives_equal_records(recorded, checkpoint, free_
 
 def test_replay_notices_one_changed_seed(recorded, checkpoint):
     """Negative control."""
-    changed = list(recorded.plans)
-    place = next(
-        n
-        for n, plan in enumerate(changed)
-        if any(init.top_k == 0 for init in plan.inits) and plan.prefill[0].final
-    )
-    inits = tuple(msgspec.structs.replace(i, seed=i.seed + 1) for i in changed[place].inits)
-    changed[place] = msgspec.structs.replace(changed[place], inits=inits)
+    changed = [
+        msgspec.structs.replace(
+            plan, inits=tuple(msgspec.structs.replace(i, seed=i.seed + 1) for i in plan.inits)
+        )
+        for plan in recorded.plans
+    ]
     threads = prepare_threads(scripted_config(checkpoint))
     try:
         channel = ThreadChannel(threads, ROUND_LIMIT_S)
-        # Only so far: later plans assume the positions of the recorded tokens.
-        assert replay(channel, changed[: place + 1]) != expected_of(recorded)[: place + 1]
+        equal = 0
+        for plan, expected in zip(changed, expected_of(recorded), strict=True):
+            # Plan by plan: after the first other token the rest assumes positions that are wrong.
+            if replay(channel, [plan]) != [expected]:
+                break
+            equal += 1
+        assert equal < len(changed)
     finally:
         threads.stop()

@@ -6,18 +6,13 @@ import time
 
 import msgspec
 import pytest
-import ray
 from ray import serve
 
 from flare_ray.actors.directory import EngineDirectory
 from flare_ray.actors.engine import Engine, engine_options
 from flare_ray.contracts.messages import Failed, Finished
 from tests.actors.ray_support import Listener, is_alive, wait_until
-from tests.support.scripted_engine import (
-    make_request,
-    scripted_checkpoint,
-    scripted_deployment,
-)
+from tests.support.scripted_engine import make_request, scripted_deployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -27,28 +22,14 @@ RELEASE_LIMIT_S = 10.0
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        "local",
-        num_cpus=4,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-        configure_logging=False,
-    )
+def serving(cluster):
     serve.start(proxy_location="Disabled")
     yield
     serve.shutdown()
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    return scripted_checkpoint(tmp_path_factory.mktemp("scripted"))
 
 
 @pytest.fixture
-def listener(cluster):
+def listener(serving):
     with_stream = Listener(APPLICATION)
     yield with_stream
     with_stream.close()
@@ -75,7 +56,7 @@ def decode(raw: bytes):
 
 
 @pytest.fixture
-def deploy(cluster, listener):
+def deploy(serving, listener):
     def run(config) -> Client:
         deployment = serve.deployment(Engine).options(**engine_options(config))
         handle = serve.run(deployment.bind(config), name=APPLICATION, route_prefix=None)
