@@ -216,6 +216,8 @@ class GlmDriver:
         columns: int | None = None,
     ) -> GreedySink:
         """Complete the pair at N - 1 and draft."""
+        if forced is not None and padded:
+            forced = torch.cat((forced, forced.new_zeros((padded, forced.shape[1]))))
         sink = GreedySink(forced)
         every = self._padded(lanes, padded)
         table = self._table(every, columns or self._columns(lanes, depth))

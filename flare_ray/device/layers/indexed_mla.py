@@ -145,9 +145,9 @@ class IndexedMlaBlock:
         query = self._index_query(low_rank).view(*lanes, -1, self._index_dim)
         keys = pooled.index_select(0, rows.pool_read).view(rows.batch, -1, self._index_dim)
         scores = pool_scores(query, keys, head_weights.reshape(*lanes, -1))
-        visible = (rows.positions + 1) // layout.pool
+        visible = (rows.seen + 1) // layout.pool
         pools = best_pools(scores, visible, count=layout.top_k // layout.pool)
-        return selected_tokens(pools, rows.positions, pool=layout.pool)
+        return selected_tokens(pools, rows.seen, pool=layout.pool)
 
     def _write(self, x: Tensor, rows: PagedRows, state: IndexedState) -> _Projected:
         weights, dim = self._weights, self._index_dim

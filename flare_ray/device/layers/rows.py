@@ -59,7 +59,8 @@ class PagedRows:
         pool_rows: [B * pools * pool] places in (ring rows, new rows) that form pools; None = the
             places as they are, of a pass of one row.
         pool_write: [B * pools] places of the pooled pages.
-        positions: [B, T].
+        seen: [B, T] last position a row attends to, -1 = the row takes no part and attends to
+            nothing: the page of its own position is not its lane's yet and may hold anything.
         page_table: [B, C].
         read: [B * N] positions to attend to; None = selected row by row, or no attention. N = C *
             page size.
@@ -75,7 +76,7 @@ class PagedRows:
     ring_write: Tensor
     pool_rows: Tensor | None
     pool_write: Tensor
-    positions: Tensor
+    seen: Tensor
     page_table: Tensor
     read: Tensor | None = None
     bias: Tensor | None = None
@@ -119,7 +120,8 @@ def paged_rows(
     width = span.positions.shape[1]
     in_view = span.page_table.shape[1] * PAGE_TOKENS
     valid = span.valid & (span.positions < in_view)
-    end = torch.where(valid, span.positions, -1).amax(1, keepdim=True)
+    seen = torch.where(valid, span.positions, -1)
+    end = seen.amax(1, keepdim=True)
     start = span.positions[:, -1:] - (width - 1)
     written = _Written(valid, start, end, null_slot)
     ring_read, ring_rows, ring_write = _ring(span, layout, written)
@@ -133,7 +135,7 @@ def paged_rows(
         ring_write=ring_write,
         pool_rows=pool_rows,
         pool_write=pool_write,
-        positions=span.positions,
+        seen=seen,
         page_table=span.page_table,
     )
     if not attends:

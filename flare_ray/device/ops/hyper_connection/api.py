@@ -7,7 +7,8 @@
 
 An eager round pays per operator, and the Sinkhorn passes are most of a site. Two things keep their
 number down: the streams' norm divides the projected coefficients, not the streams; and a pass over
-[R, n * n] is one product with a constant 0/1 matrix, whose bias is eps, and one division.
+[R, n * n] is one product with a constant matrix of zeros and ones, and one division. The rows carry
+a last entry of 1, which brings eps into every sum.
 """
 
 from __future__ import annotations
@@ -65,13 +66,15 @@ class HyperConnection:
         self._projection = (projection * factor.unsqueeze(1)).t().contiguous()
         self._base = base.clone()
         self._floor = torch.full((1,), math.sqrt(shape.norm_eps * flat), device=device)
-        self._passes = 2 * shape.iterations - 1
-        self._eps = shape.eps
+        self._iterations = shape.iterations
         self._eps_row = torch.full((n * n,), shape.eps, device=device)
         place = torch.arange(n * n, device=device)
         same_row = place.unsqueeze(1) // n == place.unsqueeze(0) // n
         same_column = place.unsqueeze(1) % n == place.unsqueeze(0) % n
-        self._sums = (same_column.to(torch.float32), same_row.to(torch.float32))
+        self._sums = [
+            torch.cat((same.to(torch.float32), self._eps_row.unsqueeze(0)))
+            for same in (same_column, same_row)
+        ]
         self._offset = torch.tensor([shape.eps] * n + [0.0] * n, device=device)
         self._factor = torch.tensor([1.0] * n + [2.0] * n, device=device)
 
@@ -92,13 +95,20 @@ class HyperConnection:
 
     def _sinkhorn(self, logits: Tensor) -> Tensor:
         """[R, n * n] -> [R, n, n]."""
-        n = self._n
-        mix = torch.softmax(logits.view(-1, n, n), dim=-1).add_(self._eps).view(-1, n * n)
-        sums = torch.empty_like(mix)
-        for turn in range(self._passes):
-            torch.addmm(self._eps_row, mix, self._sums[turn % 2], out=sums)
+        n, rows = self._n, logits.shape[0]
+        start = torch.softmax(logits.view(rows, n, n), dim=-1).view(rows, n * n)
+        carried = torch.ones((rows, n * n + 1), device=logits.device)
+        mix, sums = carried[:, :-1], torch.empty_like(start)
+        torch.add(start, self._eps_row, out=mix)
+        columns, lines = self._sums
+        torch.mm(carried, columns, out=sums)
+        mix.div_(sums)
+        for _ in range(self._iterations - 1):
+            torch.mm(carried, lines, out=sums)
             mix.div_(sums)
-        return mix.view(-1, n, n)
+            torch.mm(carried, columns, out=sums)
+            mix.div_(sums)
+        return mix.view(rows, n, n)
 
 
 def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
