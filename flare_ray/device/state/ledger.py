@@ -113,11 +113,12 @@ class SlotLedger:
         """Page-table columns that hold every row the plan's live lanes may compute, one at least.
 
         A round of W rows at N consumed tokens computes positions up to N + W - 1 whatever budget
-        and ceiling allow, and its drafter up to N + W - 3.
+        and ceiling allow, and a drafter of depth D up to N + D - 2 besides.
         """
+        rows = max(plan.shape.verify_width, plan.shape.draft_tokens)
         ends = [lane.start + len(lane.tokens) for lane in plan.prefill]
         ends += [
-            self._slots[lane.slot].consumed + plan.shape.verify_width
+            self._slots[lane.slot].consumed + rows
             for lane in plan.lanes
             if self._slots[lane.slot].epoch == lane.epoch
         ]

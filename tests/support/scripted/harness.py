@@ -6,10 +6,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
-from flare_ray.contracts.manifest import ByteBudget, PreparedManifest
+from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
 from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
 from flare_ray.contracts.record import LaneRecord, RoundReply, unpack_rows
 from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
@@ -68,7 +69,7 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
         speculation=setup.speculative,
         copy_inputs=True,
         eos_ids=script.eos_ids,
-        sampling_defaults={"temperature": 1.0},  # type: ignore[arg-type]
+        sampling_defaults=SamplingDefaults(),
         shapes=shapes,
         budget=ByteBudget(
             weights_bytes=0, page_bytes=0, state_bytes=0, graph_pool_bytes=0, scratch_bytes=0
@@ -84,8 +85,7 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
         graph_pool_bytes=0,
         scratch_bytes=scratch_sizes(shapes, script.vocab_size).num_bytes,
     )
-    fields = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
-    return PreparedManifest(**{**fields, "budget": budget})
+    return msgspec.structs.replace(manifest, budget=budget)
 
 
 def scripted_rank(
