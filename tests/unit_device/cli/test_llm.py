@@ -1,6 +1,8 @@
 """`LLM` over real rounds of a scripted model: text, batches, threads, cancellation, shutdown."""
 
-import itertools
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +12,9 @@ import pytest
 
 from flare_ray import LLM, SamplingParams
 from flare_ray.cli.llm import EngineSettings
-from flare_ray.cli.runner import _Call
 from flare_ray.config import EngineConfig
-from flare_ray.errors import CheckpointError, ConfigError, FlareError, InvalidRequest
+from flare_ray.errors import CheckpointError, ConfigError, FlareError, InvalidRequest, RankFailure
+from tests.rules.sources import ROOT
 from tests.support.chat_checkpoint import write_chat_checkpoint
 from tests.support.scripted.geometry import Script, write_checkpoint
 from tests.support.scripted.recipe import DOTTED
@@ -68,8 +70,10 @@ def test_text_prompt_gives_its_continuation(llm):
     assert output.usage.prompt_tokens == 3 and output.usage.completion_tokens == 12
 
 
-def test_speculation_is_counted(llm):
-    [output] = llm.generate("abc", GREEDY)
+def test_speculation_is_counted(folder):
+    # A drafter that is right three times in five, offered at a fixed width.
+    with open_llm(folder, speculation={"policy": "fixed", "fixed_width": 6}) as llm:
+        [output] = llm.generate("abc", GREEDY)
     speculation = output.speculation
     assert 0 < speculation.drafts_accepted < speculation.drafts_offered
     assert speculation.rounds < output.usage.completion_tokens
@@ -150,20 +154,46 @@ def test_threads_share_the_engine_and_keep_their_outputs(llm):
         assert texts[letter] == [expected] * 5
 
 
-def test_interrupt_cancels_the_call_and_the_engine_goes_on(llm, monkeypatch):
-    take, calls = _Call._next_item, itertools.count()
+def test_interrupt_cancels_the_call_and_the_engine_goes_on(llm):
+    def interrupt_once_running() -> None:
+        deadline = time.monotonic() + WAIT_S
+        while llm.stats().running == 0 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        signal.raise_signal(signal.SIGINT)
 
-    def interrupted(call: _Call):
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return take(call)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_Call, "_next_item", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(["a", "b"], SamplingParams(temperature=0, ignore_eos=True))
+    thread = threading.Thread(target=interrupt_once_running)
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        # Seconds of work, so that the signal finds the call waiting for output.
+        llm.generate(["a"] * 5000, SamplingParams(temperature=0, ignore_eos=True))
+    thread.join(WAIT_S)
     assert idle(llm)
     assert llm.generate("abc", GREEDY)[0].text == "defghijklmno"
+
+
+def test_rank_that_fails_ends_its_calls_and_every_later_one(folder, monkeypatch):
+    def fail(self, plan, masks=None):
+        raise ArithmeticError("a kernel gave up")
+
+    with open_llm(folder) as llm:
+        monkeypatch.setattr("flare_ray.device.executor.RankExecutor.execute", fail)
+        with pytest.raises(RankFailure, match="a kernel gave up"):
+            llm.generate(["a", "b"], GREEDY)
+        monkeypatch.undo()
+        with pytest.raises(RankFailure, match="a kernel gave up"):
+            llm.generate("a", GREEDY)
+
+
+def test_program_that_forgets_to_close_ends_by_itself(folder):
+    code = f"""
+from flare_ray import LLM, SamplingParams
+llm = LLM({str(folder)!r}, recipe={DOTTED!r}, device="cpu", dtype="float32", context_tokens=256)
+print(llm.generate("abc", SamplingParams(temperature=0, max_tokens=3))[0].text)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "def\n", "")
 
 
 @pytest.mark.parametrize(
