@@ -9,6 +9,8 @@ Source: Salmon, Moraes, Dror, Shaw 2011; the float mapping is curand's.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,12 +22,22 @@ _SCALE = 2.0**-32
 _HALF = 2.0**-33
 
 
-def _round_keys(keys: Tensor) -> Tensor:
+@functools.cache
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """(Weyl steps [10, 2, 1, 1], multipliers [2, 1, 1]) int64, made once per device.
+
+    A captured program may not copy from the host, so the warm-up run must leave them behind.
+    """
+    step = torch.arange(_ROUNDS, dtype=torch.int64).view(_ROUNDS, 1, 1, 1)
+    weyl = torch.tensor(_WEYL, dtype=torch.int64).view(1, 2, 1, 1) * step
+    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64).view(2, 1, 1)
+    return weyl.to(device), multipliers.to(device)
+
+
+def _round_keys(keys: Tensor, steps: Tensor) -> Tensor:
     """Key schedule [10, 2, B, 1] int64 from keys [B] int64 (low word first)."""
-    step = torch.arange(_ROUNDS, device=keys.device, dtype=torch.int64).view(_ROUNDS, 1, 1, 1)
-    weyl = keys.new_tensor(_WEYL).view(1, 2, 1, 1)
     words = torch.stack((keys & _MASK32, (keys >> 32) & _MASK32)).view(1, 2, -1, 1)
-    return (words + step * weyl) & _MASK32
+    return (words + steps) & _MASK32
 
 
 def blocks(keys: Tensor, first: Tensor, count: int) -> Tensor:
@@ -38,9 +50,9 @@ def blocks(keys: Tensor, first: Tensor, count: int) -> Tensor:
     Returns:
         [B, 4 * count] int64, each in [0, 2**32).
     """
-    schedule = _round_keys(keys)
+    steps, multipliers = _constants(keys.device)
+    schedule = _round_keys(keys, steps)
     index = first.view(-1, 1) + torch.arange(count, device=keys.device, dtype=torch.int64)
-    multipliers = keys.new_tensor(_MULTIPLIERS).view(2, 1, 1)
     even = torch.stack((index & _MASK32, torch.zeros_like(index)))  # words 0 and 2
     odd = torch.stack(((index >> 32) & _MASK32, torch.zeros_like(index)))  # words 1 and 3
     for step in range(_ROUNDS):
