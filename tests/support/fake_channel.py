@@ -105,6 +105,17 @@ class _Slot:
     pages: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Outcome:
+    """What one lane did."""
+
+    tokens: tuple[int, ...]
+    offered: int = 0
+    accepted: int = 0
+    flags: Flag = Flag.NONE
+    status: Status = Status.IDLE
+
+
 class FakeChannel:
     """One engine's ranks.
 
@@ -244,7 +255,7 @@ class FakeChannel:
         if lane.final:
             tokens = self._commit(slot, 1)
             flags |= Flag.FIRST_TOKEN
-        return self._record(plan, slot, tokens, 0, 0, flags)
+        return self._record(plan, slot, _Outcome(tokens, flags=flags))
 
     def _round(self, plan: RoundPlan, lane: LanePlan) -> LaneRecord:
         slot = self._slots[lane.slot]
@@ -256,7 +267,7 @@ class FakeChannel:
         self._touch(lane.slot, slot.consumed + offered + 1, plan.context_pages)
         if (slot.init.uid, slot.generated) in self._nonfinite:
             slot.finished = True
-            return self._record(plan, slot, (), offered, 0, Flag.NONE, Status.NONFINITE)
+            return self._record(plan, slot, _Outcome((), offered, status=Status.NONFINITE))
         prompt = tuple(slot.prompt)
         accepted = 0
         while accepted < offered and self.accepts(prompt, slot.generated, accepted + 1):
@@ -264,7 +275,7 @@ class FakeChannel:
         generated = slot.generated
         tokens = self._commit(slot, accepted + 1)
         slot.consumed += slot.generated - generated
-        return self._record(plan, slot, tokens, offered, accepted, Flag.NONE)
+        return self._record(plan, slot, _Outcome(tokens, offered, accepted))
 
     def _commit(self, slot: _Slot, count: int) -> tuple[int, ...]:
         """Emit up to `count` tokens, clipped at EOS and budget."""
@@ -291,19 +302,10 @@ class FakeChannel:
             owner = self._owner.get(page) if page is not None else None
             _require(owner == (index, slot.init.epoch), f"page {page} belongs to {owner}")
 
-    def _record(
-        self,
-        plan: RoundPlan,
-        slot: _Slot,
-        tokens: tuple[int, ...],
-        offered: int,
-        accepted: int,
-        flags: int,
-        status: Status = Status.IDLE,
-    ) -> LaneRecord:
+    def _record(self, plan: RoundPlan, slot: _Slot, outcome: _Outcome) -> LaneRecord:
         assert slot.init is not None
-        status |= Status.ACTIVE
-        if slot.finished and tokens:
+        status = Status.ACTIVE | outcome.status
+        if slot.finished and outcome.tokens:
             at_end = slot.pending in slot.init.eos_ids
             status |= Status.EOS if at_end else Status.LENGTH
         return LaneRecord(
@@ -315,15 +317,15 @@ class FakeChannel:
             generated=slot.generated,
             budget_left=slot.init.budget - slot.generated,
             drafted=plan.shape.draft_tokens,
-            offered=offered,
-            accepted=accepted,
-            emitted=len(tokens),
+            offered=outcome.offered,
+            accepted=outcome.accepted,
+            emitted=len(outcome.tokens),
             copy_bits=0,
             draft_position=max(slot.consumed - 1, 0),
             width=plan.shape.verify_width,
-            flags=int(flags),
+            flags=int(outcome.flags),
             checksum=0,
-            tokens=tokens,
+            tokens=outcome.tokens,
         )
 
     def _dead(self, plan: RoundPlan, index: int) -> LaneRecord:
@@ -340,7 +342,7 @@ class FakeChannel:
         _require(plan.round_id == previous + 1 or not self.plans, f"round {plan.round_id}")
         _require(len(self._queued) < self.queue_depth, "too many rounds queued")
         _require(plan.shape in self.manifest.shapes, f"{plan.shape} was not prepared")
-        lanes: Sequence[LanePlan | PrefillLane] = plan.lanes or plan.prefill
+        lanes: tuple[LanePlan | PrefillLane, ...] = (*plan.lanes, *plan.prefill)
         _require(bool(lanes), "a plan without lanes")
         _require(not (plan.lanes and plan.prefill), "a plan that mixes rounds and prefill")
         is_prefill = plan.shape.kind is GraphKind.PREFILL

@@ -36,7 +36,6 @@ class Harness:
         manifest=None,
         speculation=None,
         admission=None,
-        latency_s=lambda plan: 0.01,
         **engine,
     ):
         self.clock = VirtualClock()
@@ -46,7 +45,7 @@ class Harness:
             self.manifest,
             self.script,
             accepts or hashed_accepts(0.6),
-            latency_s=latency_s,
+            latency_s=lambda plan: 0.01,
             queue_depth=queue_depth,
             clock=self.clock,
         )

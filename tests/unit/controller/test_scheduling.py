@@ -138,9 +138,9 @@ def test_random_load_loses_and_doubles_nothing_and_frees_everything(queue_depth,
             eos_ids=EOS_IDS,
         ),
         accepts=hashed_accepts(rng.choice([0.0, 0.5, 0.9, 1.0])),
-        latency_s=lambda plan: 0.002 + 0.001 * plan.shape.verify_width * rng.uniform(0.5, 1.5),
         admission={"max_waiting": rng.choice([3, 64])},
     )
+    harness.channel.latency_s = lambda plan: 0.003 * plan.shape.verify_width * rng.random()
     jobs = [random_job(rng, number) for number in range(REQUESTS)]
     play(harness, jobs)
     outcomes = [check_job(harness, job) for job in jobs]
