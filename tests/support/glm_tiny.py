@@ -135,7 +135,8 @@ def _flat() -> dict[str, Any]:
 
 
 def _pooled() -> dict[str, Any]:
-    """Pools of eight, a short convolution, three streams, a mild decay bound, experts everywhere."""
+    """Pools of eight, a short convolution, three streams, a mild decay bound, experts in every
+    layer."""
     kinds = "KMKMM"
     return {
         **_COMMON,

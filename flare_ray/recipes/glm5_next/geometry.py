@@ -270,7 +270,10 @@ def _check_relations(text: Fields, geometry: Geometry) -> None:
     text.require(
         moe.top_k <= moe.experts, "num_experts_per_tok", f"at most n_routed_experts {moe.experts}"
     )
-    text.require(geometry.kda.lower_bound < 0, "linear_lower_bound", "below 0")
+    bound = geometry.kda.lower_bound
+    text.require(bound < 0, "linear_lower_bound", "below 0")
+    # one token's decay must stay within what float32 can undo (ops/kda/chunked.py)
+    text.require(bound >= -80, "linear_lower_bound", "at least -80")
     text.require(geometry.kda.conv_kernel >= 2, "linear_conv_kernel_dim", "at least 2")
     text.require(
         geometry.num_drafter_layers in (0, 1), "num_nextn_predict_layers", "0 or 1 drafter layer"

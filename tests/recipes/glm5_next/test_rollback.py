@@ -112,7 +112,7 @@ def test_width_eight_to_one_keeps_eight_preceding_accepted_inputs(tiny):
 
 
 def test_rounds_without_drafts_keep_the_drafter_ready(tiny):
-    """Width-one rounds absorb only the pending pair; a later proposal sees no gap (contract: C6)."""
+    """Width-one rounds absorb the pending pair alone; a later proposal sees no gap (C6)."""
     driver, tokens, oracle = tiny.driver, tiny.tokens, tiny.oracle
     [lane] = prompted(tiny, [10])
     for at in range(10, 32):

@@ -1,0 +1,112 @@
+"""Programs are capturable from birth: no operator waits for values, and no shape follows them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
+from tests.support.glm_driver import GlmDriver
+from tests.support.no_sync import HostWait, NoHostWait
+
+
+def test_no_step_of_a_round_or_a_prefill_waits_for_values(tiny):
+    driver, tokens = tiny.driver, tiny.tokens
+    lanes = tiny.fresh(2)
+    driver.prefill(lanes, [tokens[:70], tokens[:20]])
+    forward, absorb, propose = (
+        driver.target.forward,
+        driver.drafter.absorb,
+        driver.drafter.propose,
+    )
+
+    def watched(call):
+        def run(*args):
+            with NoHostWait():
+                return call(*args)
+
+        return run
+
+    driver.target.forward = watched(forward)
+    driver.drafter.absorb = watched(absorb)
+    driver.drafter.propose = watched(propose)
+    try:
+        driver.prefill(lanes, [tokens[70:101], tokens[20:23]], padded=1)
+        driver.propose(lanes, [tokens[101], tokens[23]], 5, padded=1)
+        verified = driver.verify(lanes, [tokens[101:107], tokens[23:25]], width=6, padded=1)
+        driver.commit(verified, [4, 1])
+        driver.propose(lanes, [tokens[105], tokens[24]], 0)
+    finally:
+        del driver.target.forward, driver.drafter.absorb, driver.drafter.propose
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [lambda v: v[0].item(), lambda v: v[v > 0], lambda v: v.nonzero(), lambda v: bool(v.any())],
+)
+def test_a_waiting_step_is_caught(wait):
+    value = torch.tensor([1.0, 0.0])
+    with pytest.raises(HostWait), NoHostWait():
+        wait(value)
+
+
+def test_the_same_program_twice_gives_the_same_bits(tiny):
+    """Two slots of one history, one after the other."""
+    results = []
+    for lane in tiny.fresh(2):
+        tiny.driver.prefill([lane], [tiny.tokens[:40]])
+        results.append(tiny.driver.verify([lane], [tiny.tokens[40:46]]).output.logits)
+    assert torch.equal(*results)
+
+
+BFLOAT16_L2 = 0.15
+"""Relative L2 error of a row's bfloat16 logits, median over rows. Unrelated rows are 1.4 apart; a
+flipped expert or pool moves single rows by up to 1, which the median leaves out."""
+
+
+def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
+
+
+def test_bfloat16_stays_near_float32_on_a_short_prompt(load_tiny):
+    tiny = load_tiny("long")
+    driver = GlmDriver(tiny.folder, slots=1, dtype="bfloat16")
+    lane = driver.open(0, [1, 2, 3])
+    logits = driver.prefill([lane], [tiny.tokens[:24]])[0]
+    assert logits.dtype == torch.float32
+    assert median_error(logits, tiny.oracle.logits[:24]) <= BFLOAT16_L2
+    verified = driver.verify([lane], [tiny.tokens[24:30]])
+    assert median_error(verified.output.logits[0], tiny.oracle.logits[24:30]) <= BFLOAT16_L2
+    driver.commit(verified, [6])
+    sink = driver.propose([lane], [tiny.tokens[30]], 2)
+    assert sink.logits[0].dtype == torch.float32
+    assert median_error(sink.logits[0], tiny.oracle.mtp_logits[29:30]) <= BFLOAT16_L2
+
+
+@pytest.mark.gpu
+def test_captured_round_equals_the_oracle_and_follows_new_inputs(load_tiny):
+    """One graph, captured on a padded lane, replayed for two lanes in turn."""
+    tiny = load_tiny("wide")
+    driver = GlmDriver(tiny.folder, slots=2, device="cuda")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    lanes = [driver.open(0, [3, 9, 4]), driver.open(1, [7, 1, 8])]
+    tokens = tiny.tokens
+    driver.prefill(lanes, [tokens[:40], tokens[:77]])
+    with torch.inference_mode():
+        rows = driver._rows([], [], width=6, padded=1, columns=3)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                driver.target.forward(rows, driver.state)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = driver.target.forward(rows, driver.state)
+        for lane, at in zip(lanes, (40, 77), strict=True):
+            fresh = driver._rows([lane], [tokens[at : at + 6]], columns=3)
+            for name in ("tokens", "slots", "positions", "valid", "lengths", "page_table"):
+                getattr(rows, name).copy_(getattr(fresh, name))
+            rows.column.copy_(fresh.column)
+            graph.replay()
+            wanted = tiny.oracle.logits[at : at + 6]
+            assert largest_error(output.logits[0].cpu(), wanted) <= LOGITS_ATOL

@@ -1,0 +1,109 @@
+"""Names, shapes, parameter counts and state bytes of the published model, from shapes alone."""
+
+from __future__ import annotations
+
+import math
+
+from flare_ray.device.state.layout import StateLimits, allocations
+from flare_ray.recipes.glm5_next.geometry import read_geometry
+from flare_ray.recipes.glm5_next.state import ring_entries, state_spec
+from flare_ray.recipes.glm5_next.weights import manifest
+from tests.recipes.glm5_next.published import published_config
+
+GEOMETRY = read_geometry(published_config())
+SPECS = manifest(GEOMETRY)
+# Published counts; the routers' correction biases are buffers there, not parameters.
+TARGET_PARAMETERS = 313_326_799_870
+DRAFTER_PARAMETERS = 7_432_592_128
+DRAFTER_TENSORS = 889
+MIB = 1 << 20
+
+
+def parameters(family: str) -> int:
+    return sum(
+        math.prod(spec.shape)
+        for spec in SPECS
+        if spec.family == family
+        and spec.required
+        and not spec.name.endswith("e_score_correction_bias")
+    )
+
+
+def test_parameter_counts_are_the_published_ones():
+    assert parameters("target") == TARGET_PARAMETERS
+    assert parameters("drafter") == DRAFTER_PARAMETERS
+
+
+def test_drafter_has_the_published_number_of_tensors():
+    drafter = [spec for spec in SPECS if spec.family == "drafter" and spec.required]
+    assert len(drafter) == DRAFTER_TENSORS
+    assert all(spec.name.startswith("model.language_model.layers.45.") for spec in drafter)
+
+
+def test_every_name_is_listed_once():
+    assert len({spec.name for spec in SPECS}) == len(SPECS)
+
+
+def test_published_names_and_shapes():
+    shapes = {spec.name: spec.shape for spec in SPECS}
+    prefix = "model.language_model.layers."
+    for name, shape in {
+        "lm_head.weight": (154880, 4096),
+        "model.language_model.embed_tokens.weight": (154880, 4096),
+        f"{prefix}0.hc_attn_fn": (24, 16384),
+        f"{prefix}0.self_attn.q_conv1d.weight": (8192, 1, 4),
+        f"{prefix}0.self_attn.f_b_proj.weight": (8192, 128),
+        f"{prefix}0.mlp.down_proj.weight": (4096, 12288),
+        f"{prefix}3.self_attn.kv_b_proj.weight": (32768, 512),
+        f"{prefix}3.self_attn.indexer.index_kpool_compress_gate": (128, 4096),
+        f"{prefix}3.self_attn.indexer.index_kpool_compress_ape": (4, 128),
+        f"{prefix}3.mlp.experts.287.gate_proj.weight": (2048, 4096),
+        f"{prefix}45.eh_proj.weight": (4096, 8192),
+        f"{prefix}45.shared_head.norm.weight": (4096,),
+    }.items():
+        assert shapes[name] == shape, name
+    assert f"{prefix}45.hc_attn_fn" not in shapes
+
+
+def test_quantisable_are_the_matrices_of_the_published_fp8_release():
+    """1,509 listed exceptions there leave experts, feed-forwards and four attention matrices."""
+    kinds = {spec.name.split(".", 4)[-1] for spec in SPECS if spec.quantisable}
+    kinds = {kind.replace("mlp.experts.", "") for kind in kinds}
+    kinds = {kind.split(".", 1)[1] if kind[0].isdigit() else kind for kind in kinds}
+    assert kinds == {
+        *(f"self_attn.{part}.weight" for part in ("q_a_proj", "q_b_proj", "o_proj")),
+        "self_attn.kv_a_proj_with_mqa.weight",
+        *(f"{part}_proj.weight" for part in ("gate", "up", "down")),
+        *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+        *(f"mlp.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")),
+    }
+    recurrent = [spec for spec in SPECS if ".layers.0.self_attn." in spec.name]
+    assert recurrent and not any(spec.quantisable for spec in recurrent)
+
+
+def test_tolerated_tensors_are_the_drafters_own_embedding_and_head():
+    assert [spec.name for spec in SPECS if not spec.required] == [
+        "model.language_model.layers.45.embed_tokens.weight",
+        "model.language_model.layers.45.shared_head.head.weight",
+    ]
+
+
+def test_state_bytes_are_the_published_ones():
+    """136 MiB per saved recurrent state, 13,056 bytes per cached token, 72 KiB of rings."""
+    limits = StateLimits(
+        slots=1, num_pages=2, context_tokens=64, dtype="bfloat16", device="cpu", speculation=True
+    )
+    sizes = {a.name: a.num_bytes for a in allocations(state_spec(GEOMETRY, 1), limits)}
+    per_slot = {name: size // 2 for name, size in sizes.items()}
+
+    def total(purpose: str) -> int:
+        return sum(size for name, size in per_slot.items() if name.endswith(purpose))
+
+    assert total(".recurrent") == 8 * 136 * MIB
+    assert total(".latent") + total(".pooled") == 64 * 13_056
+    assert total(".tail") == 72 * 1024
+    assert total(".window") == 34 * 11 * 24_576 * 2
+
+
+def test_ring_holds_an_open_pool_and_a_rejected_round():
+    assert [ring_entries(pool) for pool in (1, 2, 4, 8, 16)] == [8, 8, 12, 16, 32]
