@@ -27,6 +27,8 @@ SETTINGS: dict[str, str] = {
     "device": "device",
     "dtype": "dtype",
     "threads": "threads_per_rank",
+    "kv_dtype": "kv_dtype",
+    "quantised_activations": "quantised_activations",
     "eager": "eager",
     "queue_depth": "queue_depth",
     "rank_timeout": "rank_timeout_s",
@@ -120,6 +122,8 @@ class EngineOptions:
         _setting("dtype", note="With --device cpu and no dtype named anywhere: float32."),
     ] = None
     threads: Annotated[int | None, _setting("threads")] = None
+    kv_dtype: Annotated[str | None, _setting("kv_dtype")] = None
+    quantised_activations: Annotated[str | None, _setting("quantised_activations")] = None
     eager: Annotated[bool | None, _setting("eager", flags="--eager/--no-eager")] = None
     queue_depth: Annotated[int | None, _setting("queue_depth")] = None
     rank_timeout: Annotated[float | None, _setting("rank_timeout")] = None

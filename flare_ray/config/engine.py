@@ -123,6 +123,17 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     threads_per_rank: int = Field(
         1, ge=1, le=256, description="CPU threads of each rank; fixed at preparation."
     )
+    kv_dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="Type of the KV cache where the checkpoint declares another (FP8): states that "
+        "it is kept in `dtype` instead, which must be named here; None = such a declaration is "
+        "refused (contract: R5).",
+    )
+    quantised_activations: Literal["as_declared", "never"] = Field(
+        "as_declared",
+        description="Experts declared W4A4 (an input scale beside 4-bit weights): as_declared = "
+        "refused until the engine rounds activations; never = run as W4A16, named in the log.",
+    )
     eager: bool = Field(
         False, description="Run without CUDA graphs (debugging); always so on CPU (contract: G6)."
     )
@@ -138,6 +149,11 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:
+        if self.kv_dtype is not None and self.kv_dtype != self.dtype:
+            raise ValueError(
+                f"kv_dtype {self.kv_dtype} differs from dtype {self.dtype}: the cache is kept in "
+                "the activations' type; name the same one"
+            )
         pool = self.page_pool_tokens
         if pool is not None and pool < self.context_tokens:
             raise ValueError(

@@ -10,6 +10,7 @@ Every setting is either honoured or refused here by name, before a weight is rea
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
 from flare_ray.device.state.layout import DTYPE_BYTES, StateLimits, pages_for, state_bytes
 from flare_ray.device.state.store import TORCH_DTYPE
+from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.index import open_checkpoint
 from flare_ray.device.weights.loader import RankWeights
@@ -41,6 +43,7 @@ from flare_ray.recipes.declaration import (
 )
 from flare_ray.recipes.registry import find_recipe
 
+logger = logging.getLogger(__name__)
 GIB = 1 << 30
 HEADROOM_RATIO = 0.05
 """Share of the free memory left for operators' intermediates; guess, revised by measurement."""
@@ -84,6 +87,11 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, the group has {comm.size} "
             "ranks; start as many ranks as configured"
+        )
+    if config.device == "cuda" and not config.eager:
+        raise ConfigError(
+            "device: cuda needs captured graphs, which this release does not build yet; set eager: "
+            "true to run the same programs uncaptured, or device: cpu"
         )
     plan = make_plan(config)
     if config.device == "cpu":
@@ -201,11 +209,6 @@ def _check_device(config: EngineConfig, recipe: Recipe) -> None:
         )
     if config.device == "cpu" and config.dtype != "float32":
         raise ConfigError(f"dtype is {config.dtype}; CPU ranks run float32, set dtype: float32")
-    if config.device == "cuda" and not config.eager:
-        raise ConfigError(
-            "device: cuda needs captured graphs, which this release does not build yet; set eager: "
-            "true to run the same programs uncaptured, or device: cpu"
-        )
 
 
 def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) -> CatalogOptions:
@@ -292,7 +295,17 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
         return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
     index = open_checkpoint(config.checkpoint)
-    validate(index, specs, families=plan.families, tolerated_prefixes=recipe.tolerated_prefixes)
+    validated = validate(
+        index, specs, families=plan.families, tolerated_prefixes=recipe.tolerated_prefixes
+    )
+    notices = check_arithmetic(
+        index,
+        validated,
+        kv_dtype=config.kv_dtype,
+        quantised_activations=config.quantised_activations,
+    )
+    for notice in notices if comm.rank == 0 else ():
+        logger.warning("%s", notice)
     check_capacity(manifest, free_bytes(manifest.device, comm.size))
     weights = RankWeights(
         index,

@@ -144,7 +144,6 @@ REFUSED = {
     "degree": ({"tensor_parallel_size": 8}, "splits over 1, 2, 4"),
     "dtype": ({"dtype": "bfloat16"}, "float32"),
     "context": ({"context_tokens": 1024}, "the model holds 512"),
-    "captured graphs": ({"device": "cuda"}, "eager: true"),
     "history": ({"speculation": {"history_drafts": True}}, "history_drafts"),
     "ordinary drafts": (
         {"speculation": {"families": "ordinary", "draft_tokens": 3}},
@@ -176,8 +175,15 @@ def test_setting_that_cannot_be_honoured_is_refused_by_name(checkpoint, name, mo
         plan_engine(config_of(checkpoint, **fields))
 
 
-def test_uncaptured_cuda_engine_can_be_planned_anywhere(checkpoint):
-    config = config_of(checkpoint, device="cuda", dtype="bfloat16", eager=True)
+def test_captured_graphs_are_refused_before_a_weight_is_read(checkpoint):
+    config = config_of(checkpoint, device="cuda", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="eager: true"):
+        prepare_rank(config, SingleGroup())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_cuda_engine_can_be_planned_anywhere(checkpoint, eager):
+    config = config_of(checkpoint, device="cuda", dtype="bfloat16", eager=eager)
     manifest = plan_engine(config)
     assert (manifest.device, manifest.dtype, manifest.threads) == ("cuda", "bfloat16", 0)
     on_cpu = plan_engine(config_of(checkpoint, concurrency=config.concurrency))

@@ -340,6 +340,6 @@ def check_kv_cache(index: CheckpointIndex, *, kv_dtype: str | None) -> str:
     if kv_dtype is None:
         raise CheckpointError(
             f"{index.folder} declares a KV cache of type {declared}, which this engine does not "
-            "keep; state the type to use instead (kv_dtype: bf16)"
+            "keep; state the type to use instead (kv_dtype: bfloat16)"
         )
     return f"the checkpoint declares a KV cache of type {declared}; {kv_dtype} is used instead"

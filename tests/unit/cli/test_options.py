@@ -57,6 +57,8 @@ def test_every_row_of_the_table_is_an_option():
         ("device", "cuda"),
         ("dtype", "float32"),
         ("threads", 3),
+        ("kv_dtype", "float32"),
+        ("quantised_activations", "never"),
         ("eager", True),
         ("queue_depth", 2),
         ("rank_timeout", 5.0),

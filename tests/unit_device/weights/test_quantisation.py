@@ -182,7 +182,7 @@ def test_declared_kv_cache_is_refused_until_the_deployment_states_a_type(tmp_pat
     made = build("modelopt")
     made.config["quantization_config"]["kv_cache_quant_algo"] = "FP8"
     index = open_checkpoint(made.write(tmp_path))
-    with pytest.raises(CheckpointError, match="kv_dtype: bf16"):
+    with pytest.raises(CheckpointError, match="kv_dtype: bfloat16"):
         check_kv_cache(index, kv_dtype=None)
     line = check_kv_cache(index, kv_dtype="bf16")
     assert "fp8" in line
