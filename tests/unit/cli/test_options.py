@@ -57,7 +57,7 @@ def test_every_row_of_the_table_is_an_option():
         ("device", "cuda"),
         ("dtype", "float32"),
         ("threads", 3),
-        ("kv_dtype", "float32"),
+        ("kv_dtype", "bfloat16"),
         ("quantised_activations", "never"),
         ("eager", True),
         ("queue_depth", 2),
