@@ -404,6 +404,8 @@ class Controller:
             if not self._pool.is_untouched:
                 raise ContractViolation("pages are held although no request is live")
             self._is_clean = True
+            # A request that ended while its round ran freed its pages at the harvest.
+            self._meters.sample()
 
 
 class _Command(msgspec.Struct, frozen=True):

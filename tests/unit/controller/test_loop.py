@@ -347,3 +347,16 @@ def test_gauges_return_to_zero_when_idle(make_harness):
     assert values["flare_pages_free"] == values["flare_pages"]
     assert values["flare_generation_tokens"] == 12
     assert values["flare_prompt_tokens"] == 3
+
+
+def test_gauges_return_to_zero_when_the_last_request_is_cancelled_while_its_round_runs(
+    make_harness,
+):
+    harness = make_harness()
+    harness.submit("r", max_tokens=100)
+    harness.run_rounds(2)
+    harness.controller.cancel("r")
+    harness.run_until_idle()
+    values = {sample.name: sample.value for sample in harness.recorder.snapshot().samples}
+    assert values["flare_num_requests_running"] == 0
+    assert values["flare_pages_free"] == values["flare_pages"]
