@@ -88,11 +88,7 @@ class GlmTarget:
     def __init__(self, reader: Reader, options: BuildOptions) -> None:
         geometry = self._geometry = reader.geometry
         self._comm = reader.comm
-        rule = DeltaRule(
-            max_width=options.max_width,
-            lower_bound=geometry.kda.lower_bound,
-            device=reader.weights.device,
-        )
+        rule = DeltaRule(max_width=options.max_width, lower_bound=geometry.kda.lower_bound)
         self._embedding = reader.weights.shared(EMBEDDING)
         self._layers = [_layer(reader, number, rule) for number in range(geometry.num_layers)]
         self._norm = reader.norm(f"{PREFIX}norm")

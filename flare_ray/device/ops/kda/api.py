@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
-from flare_ray.device.ops.kda import chunked, unrolled
+from flare_ray.device.ops.kda import chunked, reference, unrolled
 from flare_ray.device.ops.state_rows.api import scatter_rows
 from flare_ray.errors import ContractViolation
 
@@ -44,25 +44,24 @@ class SavedStates:
 
 
 class DeltaRule:
-    """Constants of the delta rule.
+    """The delta rule for one decay bound.
 
     Args:
         max_width: most rows of a round.
         lower_bound: of the log decay, below 0.
-        device: of the inputs.
     Raises:
         ContractViolation: a bound so low that one row's decay leaves float32's range.
     """
 
-    def __init__(self, *, max_width: int, lower_bound: float, device: str | torch.device) -> None:
+    def __init__(self, *, max_width: int, lower_bound: float) -> None:
+        self._max_width = max_width
         self._sub = chunked.sub_block_rows(lower_bound)
         if not self._sub:
             raise ContractViolation(
-                f"log decay bound {lower_bound} is below -{chunked.MAX_EXPONENT}; the recipe must "
+                f"log decay bound {lower_bound} is below -{unrolled.MAX_EXPONENT}; the recipe must "
                 "refuse it"
             )
-        every = torch.ones((max_width, max_width), dtype=torch.bool, device=device)
-        self._later = every.triu(1).view(max_width, 1, max_width, 1)
+        self._unrolls = max_width * -lower_bound <= unrolled.MAX_EXPONENT
 
     def round(self, rows: DeltaRows, saved: SavedStates) -> Tensor:
         """Run a round's rows and keep the state after each.
@@ -74,17 +73,13 @@ class DeltaRule:
         """
         batch, width = rows.qkv.shape[:2]
         _check(rows, saved, batch * width)
-        if width > self._later.shape[0]:
-            raise ContractViolation(
-                f"{width} rows in a round, prepared for at most {self._later.shape[0]}"
-            )
-        output, states = unrolled.run(
-            rows.qkv,
-            rows.log_decay,
-            rows.beta,
-            saved.rows.index_select(0, saved.read),
-            self._later[:width, :, :width],
-        )
+        if width > self._max_width:
+            raise ContractViolation(f"{width} rows in a round, prepared for {self._max_width}")
+        state = saved.rows.index_select(0, saved.read)
+        inputs = (rows.qkv, rows.log_decay, rows.beta, state)
+        if self._unrolls:
+            return unrolled.run(*inputs, saved=saved.rows, write=saved.write.view(batch, width))
+        output, states = reference.delta_rule(*inputs)
         scatter_rows(saved.rows, saved.write, states.flatten(0, 1))
         return output
 

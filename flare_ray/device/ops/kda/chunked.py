@@ -15,11 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flare_ray.device.ops.kda.unrolled import queries_and_keys
+from flare_ray.device.ops.kda.unrolled import MAX_EXPONENT, queries_and_keys
 
 CHUNK = 16
-MAX_EXPONENT = 80.0
-"""exp(80) = 6e34 leaves room for a sum of 1,000 such terms in float32."""
 
 
 def sub_block_rows(lower_bound: float) -> int:
@@ -38,9 +36,8 @@ def run(
     Rows with log decay 0 and beta 0 leave the state as it is, which is how a caller pads.
     """
     width = qkv.shape[1]
-    beta = beta.unsqueeze(-1)
-    qk = queries_and_keys(qkv)
-    q, k, v = qk[:, :, :, 0], qk[:, :, :, 1], qkv[:, :, 2]
+    q, k = queries_and_keys(qkv).permute(3, 0, 2, 1, 4)
+    v, beta = qkv[:, :, 2], beta.unsqueeze(-1)
     q, k, v, log_decay, beta = (_chunks(x) for x in (q, k, v, log_decay, beta))
     total = log_decay.cumsum(-2)
     products = _decayed_products(q, k, log_decay, total, sub)
