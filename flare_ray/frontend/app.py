@@ -5,6 +5,7 @@ No postponed annotations here: Serve validates `args:` only against a class.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -26,6 +27,9 @@ logger = logging.getLogger("ray.serve.flare")
 
 DEPLOYMENTS = (ENGINE_DEPLOYMENT, INGRESS_DEPLOYMENT)
 """Names that entries of `deployments:` may have."""
+DRAIN_GRACE_S = 15.0
+"""Seconds beyond `graceful_shutdown_s` in which Serve removes replicas that have drained."""
+DRAIN_POLL_S = 0.1
 
 
 def build(args: DeploymentConfig) -> serve.Application:
@@ -100,10 +104,28 @@ class LocalServe:
         return len(running) == len(names)
 
     def stop(self) -> None:
-        """Drain and stop the applications, then leave the cluster, and end it if it is ours."""
+        """Let open requests end, stop the applications, then leave the cluster, and end it if it is
+        ours."""
         if ray.is_initialized():
+            self._drain()
             serve.shutdown()
         self.abandon()
+
+    def _drain(self) -> None:
+        """Remove the applications while the HTTP proxy still carries their open responses: Serve's
+        own shutdown would end the proxy at once, and give the rest 30 s."""
+        client = serve_api._get_global_client(raise_if_no_controller_running=False)
+        if client is None:
+            return
+        names = {application.name for application in self._schema.applications}
+        given_s = [config.engine_deployment.graceful_shutdown_s for config in self._configs]
+        deadline_s = time.monotonic() + max(given_s, default=0.0) + DRAIN_GRACE_S
+        client.delete_apps(sorted(names), blocking=False)
+        while names & serve.status().applications.keys():
+            if time.monotonic() >= deadline_s:
+                logger.warning("the applications did not drain in time; they are stopped")
+                return
+            time.sleep(DRAIN_POLL_S)
 
     def abandon(self) -> None:
         """Leave the cluster without draining."""
