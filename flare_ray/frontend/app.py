@@ -15,6 +15,8 @@ from ray import serve
 from ray.serve._private import api as serve_api
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, SERVE_NAMESPACE
 from ray.serve.config import gRPCOptions
+from ray.serve.context import _get_global_client
+from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from flare_ray.actors.engine import Engine, engine_options
@@ -114,7 +116,7 @@ class LocalServe:
     def _drain(self) -> None:
         """Remove the applications while the HTTP proxy still carries their open responses: Serve's
         own shutdown would end the proxy at once, and give the rest 30 s."""
-        client = serve_api._get_global_client(raise_if_no_controller_running=False)
+        client = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             return
         names = {application.name for application in self._schema.applications}
