@@ -16,7 +16,6 @@ from ray.serve._private import api as serve_api
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, SERVE_NAMESPACE
 from ray.serve.config import gRPCOptions
 from ray.serve.context import _get_global_client
-from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from flare_ray.actors.engine import Engine, engine_options
