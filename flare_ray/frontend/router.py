@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from typing import cast
 
 import msgspec
 import ray
@@ -29,6 +31,9 @@ from flare_ray.metrics.export import render
 
 logger = logging.getLogger("ray.serve.flare")
 
+SILENT_S = 4.0
+"""Seconds without a new report after which an engine counts as gone; it reports each second."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Finished | Failed).decode
 
@@ -38,9 +43,8 @@ class HandleCall:
 
     def __init__(self, handle: DeploymentHandle, request: GenerationRequest) -> None:
         self._request_id = request.request_id
-        response = handle.submit.remote(_encode(request))
-        assert isinstance(response, DeploymentResponse)  # the method is unary
-        self._response = response
+        # The method is unary, so the response is no generator.
+        self._response = cast(DeploymentResponse, handle.submit.remote(_encode(request)))
 
     async def result(self) -> Finished | Failed:
         """See `SubmitCall.result`."""
@@ -71,19 +75,36 @@ class HandleCall:
 
 
 class EngineFinder:
-    """What HTTP replicas ask the directory; each question is a blocking call on a thread."""
+    """What HTTP replicas ask the directory; each question is a blocking call on a thread.
+
+    An engine that was killed leaves a last report that says "ready". Reports are compared with
+    what this replica saw before, on its own clock: one that has stopped changing is no engine.
+    """
 
     def __init__(self, application: str, config: DeploymentConfig) -> None:
         self._directory = EngineDirectory(application)
         self._config = config
+        self._seen: dict[str, tuple[float, float]] = {}
 
     async def ready(self) -> EngineInfo | None:
-        """Facts about the engine that became ready last, None if none is."""
-        engines = await asyncio.to_thread(self._directory.engines)
-        if not engines:
-            return None
-        newest = max(engines, key=lambda record: record.started_s)
-        return _info(newest)
+        """Facts about the ready engine that reported last, None if none is."""
+        return await asyncio.to_thread(self._ready)
+
+    def _ready(self) -> EngineInfo | None:
+        now_s = time.monotonic()
+        reports = self._directory.reports()
+        before, self._seen = self._seen, {}
+        for report in reports:
+            told_s, since_s = before.get(report.engine_id, (0.0, 0.0))
+            since_s = now_s if told_s != report.time_s else since_s
+            self._seen[report.engine_id] = (report.time_s, since_s)
+        for report in sorted(reports, key=lambda report: report.time_s, reverse=True):
+            if not report.ready or now_s - self._seen[report.engine_id][1] > SILENT_S:
+                continue
+            record = self._directory.engine(report.engine_id)
+            if record is not None:
+                return _info(record)
+        return None
 
     async def secret(self, engine_id: str) -> bytes | None:
         """The stream secret of an engine, None if it is not listed."""

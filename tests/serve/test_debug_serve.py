@@ -119,6 +119,9 @@ def test_chats_with_random_disconnects_leave_nothing_running(url, random_seed):
     while gauge(url, "flare_num_requests_running") or gauge(url, "flare_num_requests_waiting"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    while gauge(url, "flare_pages_free") != gauge(url, "flare_pages"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     generated = gauge(url, "flare_generation_tokens_total")
     time.sleep(0.3)
     assert gauge(url, "flare_generation_tokens_total") == generated

@@ -12,9 +12,8 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
-from ray.serve._private import api as serve_api
+from ray.serve.context import _get_global_client
 
-from flare_ray.actors.directory import EngineDirectory
 from flare_ray.errors import CapacityError, ConfigError, FlareError
 from flare_ray.frontend.app import LocalServe, build
 from tests.support.served_checkpoint import alphabet_from, served_checkpoint, served_deployment
@@ -79,9 +78,9 @@ class App:
 
     def idle(self) -> bool:
         """Nothing runs, nothing waits, every page is free."""
-        reports = EngineDirectory(self.name).reports()
         busy = self.gauge("flare_num_requests_running") + self.gauge("flare_num_requests_waiting")
-        return bool(reports) and not busy and all(r.free_pages == r.total_pages for r in reports)
+        pages = self.gauge("flare_pages")
+        return not busy and pages > 0 and self.gauge("flare_pages_free") == pages
 
     @property
     def engine(self):
@@ -305,7 +304,7 @@ def test_deployment_that_could_only_wait_fails_by_name_in_time(checkpoint, port,
     assert "-demo.yaml" in str(refusal.value)
     # What plain `serve run` does: no check before the application is built on the cluster.
     started = time.monotonic()
-    serve_api._get_global_client().deploy_apps(server._schema)
+    _get_global_client().deploy_apps(server._schema)
     with pytest.raises(FlareError, match=told) as failure:
         wait_until(server.poll, REFUSAL_LIMIT_S)
     assert "-demo.yaml" in str(failure.value)

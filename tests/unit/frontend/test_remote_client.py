@@ -109,7 +109,7 @@ class Cluster:
 def short_waits(monkeypatch):
     monkeypatch.setattr(remote, "RETRY_PAUSE_S", 0.005)
     monkeypatch.setattr(remote, "INFO_AGE_S", 0.0)
-    monkeypatch.setattr(remote, "OPEN_LIMIT_S", 0.5)
+    monkeypatch.setattr(remote, "OPEN_LIMIT_S", 2.0)
     monkeypatch.setattr(remote, "CALL_GRACE_S", 0.02)
 
 
@@ -290,17 +290,19 @@ def test_waiting_for_an_engine_ends_with_an_error():
 def test_receiver_that_loses_patience_does_not_end_a_call_that_waits_for_an_engine():
     """While an engine is rebuilt, the router holds the call longer than the receiver waits."""
 
-    def behave(call, _):
-        loop = asyncio.get_running_loop()
-
-        def lose_patience():
+    async def rebuild(call):
+        for _ in range(2):
+            while "r" not in call.cluster.expected:
+                await asyncio.sleep(0.001)
             call.cluster.forget("r")
             call.cluster.table.deliver((Failed("r", DEAD, "nobody acknowledged", status=503),))
+        while "r" not in call.cluster.expected:
+            await asyncio.sleep(0.001)
+        call.admit()
+        call.finish()
 
-        loop.call_later(0.02, lose_patience)
-        loop.call_later(0.04, lose_patience)
-        loop.call_later(0.06, call.admit)
-        loop.call_later(0.07, call.finish)
+    def behave(call, _):
+        call.rebuilding = asyncio.create_task(rebuild(call))
 
     events, cluster = run(behave, collect)
     assert shape(events) == ["Finished"]
