@@ -1,0 +1,70 @@
+"""Joins the shards of a run into a checkpoint folder in published layout.
+
+``python -m benchmarks.demo_training.assemble RUN PACK CHECKPOINT``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from .shape import checkpoint_config, generation_config
+from .vocabulary import tokenizer_config
+
+MAX_BYTES = 32 * 2**20
+
+
+def load_shards(run: Path) -> dict[str, Tensor]:
+    """Tensors of a run under published names.
+
+    Raises:
+        FileNotFoundError: if the run holds no shard.
+    """
+    shards = sorted(run.glob("model-*.safetensors"))
+    if not shards:
+        raise FileNotFoundError(f"no model-*.safetensors in {run}: did the training run end?")
+    return {name: t for shard in shards for name, t in load_file(shard).items()}
+
+
+def assemble(run: Path, pack: Path, checkpoint: Path) -> None:
+    """Write weights, configurations and tokenizer.
+
+    Raises:
+        ValueError: if the weight file exceeds ``MAX_BYTES``.
+    """
+    tensors = load_shards(run)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    path = checkpoint / "model.safetensors"
+    save_file(dict(sorted(tensors.items())), path, metadata={"format": "pt"})
+    path.chmod(0o644)
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} may ship")
+    shutil.copyfile(pack / "tokenizer.json", checkpoint / "tokenizer.json")
+    for name, value in (
+        ("config", checkpoint_config()),
+        ("generation_config", generation_config()),
+        ("tokenizer_config", tokenizer_config()),
+    ):
+        text = json.dumps(value, indent=1, ensure_ascii=False)
+        (checkpoint / f"{name}.json").write_text(text + "\n", "utf-8")
+    parameters = sum(t.numel() for t in tensors.values())
+    print(f"{len(tensors)} tensors, {parameters} parameters, {path.stat().st_size} bytes")
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description="join shards into a checkpoint folder")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("pack", type=Path)
+    parser.add_argument("checkpoint", type=Path)
+    args = parser.parse_args()
+    assemble(args.run, args.pack, args.checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Seeded generators of training documents and evaluation prompts, ten categories.
+
+Every generator takes a ``random.Random`` and a :class:`~benchmarks.demo_training.corpus.Corpus`;
+the same seed on the same installed packages gives the same text.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ..chat_format import render
+from ..corpus import Corpus
+from .base import Conversation
+from .chat import chat, define
+from .edits import edit_code
+from .recall import excerpt, recall
+from .records import json_records
+from .story import story
+from .sums import math
+from .tools import tool_use, with_system_prompt
+
+CONVERSATIONS: dict[str, Callable[[random.Random, Corpus], Conversation]] = {
+    "chat": chat,
+    "define": define,
+    "story": story,
+    "math": math,
+    "json": json_records,
+    "tool": tool_use,
+    "edit": edit_code,
+    "recall": recall,
+}
+RAW = ("code", "docs")
+CATEGORIES = (*CONVERSATIONS, *RAW)
+
+TOKEN_SHARES = {
+    "chat": 6,
+    "define": 7,
+    "story": 5,
+    "math": 8,
+    "json": 11,
+    "tool": 19,
+    "edit": 18,
+    "recall": 5,
+    "code": 15,
+    "docs": 6,
+}
+"""Per cent of training tokens. The templated categories are learnt early; docs is small because its
+text is (11 MB).
+"""
+
+RAW_CHARS = 3200
+RAW_CHARS_LONG = 12000
+DOCSTRING_SHARE = 0.5
+EFFORTS = ("Max", "Max", "High", "Low")
+
+
+def raw_text(r: random.Random, texts: list[str], length: int) -> str:
+    """A document excerpt behind the prefix tokens; it ends with the end token where the document
+    does.
+    """
+    text = excerpt(r, texts, length)
+    return "[gMASK]<sop>" + text + ("<|endoftext|>" if len(text) < length else "")
+
+
+def example(category: str, r: random.Random, corpus: Corpus) -> str:
+    """One training document as text."""
+    if category in RAW:
+        length = RAW_CHARS_LONG if corpus.long_context else RAW_CHARS
+        if category == "code":
+            return raw_text(r, corpus.code, length)
+        docstrings = corpus.docstrings and r.random() < DOCSTRING_SHARE
+        return raw_text(r, corpus.docstrings if docstrings else corpus.docs, length)
+    conversation = with_system_prompt(r, CONVERSATIONS[category](r, corpus))
+    end = r.choice(("<|user|>", "<|user|>", "<|endoftext|>"))
+    return render(conversation.messages, conversation.tools, effort=r.choice(EFFORTS)) + end
+
+
+def prompt_case(category: str, r: random.Random, corpus: Corpus) -> dict[str, Any]:
+    """An evaluation item: a conversation up to an assistant turn, and the expected assistant
+    message.
+    """
+    messages, tools = with_system_prompt(r, CONVERSATIONS[category](r, corpus))
+    at = r.choice([i for i, m in enumerate(messages) if m["role"] == "assistant"])
+    return {
+        "category": category,
+        "messages": messages[:at],
+        "tools": tools,
+        "expected": messages[at],
+        "prompt": render(messages[:at], tools, generate=True),
+    }
+
+
+def mean_characters(corpus: Corpus, samples: int = 48) -> dict[str, float]:
+    """Mean length of a document by category, from a fixed seed: turns token shares into draw
+    weights.
+    """
+    r = random.Random("lengths")
+    return {
+        c: sum(len(example(c, r, corpus)) for _ in range(samples)) / samples for c in CATEGORIES
+    }
+
+
+def documents(r: random.Random, corpus: Corpus, shares: dict[str, int]) -> Iterator[str]:
+    """Endless documents whose characters follow ``shares``."""
+    lengths = mean_characters(corpus)
+    categories = list(shares)
+    weights = [shares[c] / lengths[c] for c in categories]
+    while True:
+        yield example(r.choices(categories, weights)[0], r, corpus)

@@ -1,0 +1,123 @@
+"""Mechanical edits of real functions: the answer is the whole edited function, mostly copied."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..chat_format import Message
+from ..corpus import Corpus
+from ..wordlists import words
+from .base import Conversation, assistant, user
+from .records import json_records
+
+SAFE_NAMES = words(
+    """
+    item value result data entry total index name key node count text path size obj left right
+    first second flag
+    """
+)
+TRIES = 40
+
+
+class Edit(NamedTuple):
+    """The request, without final stop, and the edited source."""
+
+    request: str
+    source: str
+
+
+def _new_name(r: random.Random) -> str:
+    return r.choice(SAFE_NAMES) + r.choice(("", "_a", "_b", "_new", "_x", "2"))
+
+
+def _head(source: str) -> re.Match[str] | None:
+    return re.match(r"def (\w+)\((.*?)\)", source, re.S)
+
+
+def _rename_variable(r: random.Random, source: str) -> Edit | None:
+    new = _new_name(r)
+    found = (
+        set(re.findall(r"(?<![\w.\"'])([a-z_]\w+)(?=\s*=[^=])", source))
+        - set(SAFE_NAMES)
+        - {"self"}
+    )
+    if not found or new in source:
+        return None
+    old = r.choice(sorted(found))
+    return Edit(f"Rename {old} to {new}", re.sub(rf"(?<![\w.]){old}(?!\w)", new, source))
+
+
+def _rename_function(r: random.Random, source: str) -> Edit | None:
+    new, head = _new_name(r), _head(source)
+    if head is None:
+        return None
+    return Edit(f"Rename the function to {new}", re.sub(rf"\b{head.group(1)}\b", new, source))
+
+
+def _change_number(r: random.Random, source: str) -> Edit | None:
+    numbers = sorted(set(re.findall(r"(?<![\w.])\d{1,4}(?![\w.])", source)))
+    if not numbers:
+        return None
+    old, new = r.choice(numbers), str(r.randint(2, 999))
+    return Edit(f"Change {old} to {new}", re.sub(rf"(?<![\w.]){old}(?![\w.])", new, source))
+
+
+def _add_comment(r: random.Random, source: str) -> Edit | None:
+    comment = f"# {r.choice(('TODO', 'NOTE', 'FIXME'))}: check {r.choice(SAFE_NAMES)}"
+    return Edit(f"Add the comment {comment} above the function", f"{comment}\n{source}")
+
+
+def _add_parameter(r: random.Random, source: str) -> Edit | None:
+    new, head = _new_name(r), _head(source)
+    if (
+        head is None
+        or not head.group(2).strip()
+        or head.group(2).strip().endswith(",")
+        or "*" in head.group(2)
+    ):
+        return None
+    end = head.end(2)
+    return Edit(f"Add the parameter {new}=None", f"{source[:end]}, {new}=None{source[end:]}")
+
+
+KINDS: tuple[Callable[[random.Random, str], Edit | None], ...] = (
+    _rename_variable,
+    _rename_variable,
+    _rename_function,
+    _change_number,
+    _add_comment,
+    _add_parameter,
+)
+
+
+def _turn(r: random.Random, corpus: Corpus) -> list[Message]:
+    for _ in range(TRIES):
+        source = r.choice(corpus.functions)
+        edit = r.choice(KINDS)(r, source)
+        if edit is None or edit.source == source:
+            continue
+        question = r.choice(
+            (
+                f"{edit.request}:\n```python\n{source}\n```",
+                f"```python\n{source}\n```\n{edit.request}.",
+                f"{edit.request} in this function.\n```python\n{source}\n```",
+            )
+        )
+        return [
+            user(question),
+            assistant(f"```python\n{edit.source}\n```", r.choice(("", edit.request + "."))),
+        ]
+    return json_records(
+        r, corpus
+    ).messages  # no function admits the drawn edits: rare, and still a copying task
+
+
+def edit_code(r: random.Random, corpus: Corpus) -> Conversation:
+    """One edit, or several functions one after the other in a long row."""
+    messages = []
+    for _ in range(r.randint(2, 5) if corpus.long_context else 1):
+        messages += _turn(r, corpus)
+    return Conversation(messages)

@@ -1,0 +1,73 @@
+"""Key-value recall: codes in a list, or scattered through a long text."""
+
+from __future__ import annotations
+
+import random
+
+from ..chat_format import Message
+from ..corpus import Corpus
+from ..wordlists import COLORS, THINGS, first_name
+from .base import Conversation, assistant, user
+
+
+def excerpt(r: random.Random, texts: list[str], length: int) -> str:
+    """At most ``length`` characters of a random text: its beginning, or a window that starts at a
+    line.
+    """
+    text = r.choice(texts)
+    if len(text) <= length or r.random() < 0.3:
+        return text[:length]
+    start = text.rfind("\n", 0, r.randrange(len(text) - length // 2)) + 1
+    return text[start : start + length]
+
+
+def _codes(r: random.Random, count: int) -> dict[str, int]:
+    keys = r.sample([f"{c}-{t}" for c in COLORS for t in THINGS], count)
+    return {k: r.randint(100, 9999) for k in keys}
+
+
+def _list(r: random.Random, count: int) -> tuple[list[Message], dict[str, int]]:
+    codes = _codes(r, count)
+    listed = "\n".join(f"{k}: {v}" for k, v in codes.items())
+    return [
+        user(f"Remember these codes:\n{listed}"),
+        assistant(f"I will remember the {len(codes)} codes."),
+    ], codes
+
+
+def _scattered(r: random.Random, corpus: Corpus) -> tuple[list[Message], dict[str, int]]:
+    """Codes as lines of their own inside a documentation excerpt."""
+    length = r.randint(4000, 11000) if corpus.long_context else r.randint(400, 1800)
+    lines = excerpt(r, corpus.docs, length).split("\n")
+    codes = _codes(r, r.randint(1, 6))
+    for key, value in codes.items():
+        lines.insert(r.randint(0, len(lines)), f"The code of {key} is {value}.")
+    text = "\n".join(lines)
+    return [
+        user(f"Read this text and remember the codes in it:\n{text}"),
+        assistant("I have read the text."),
+    ], codes
+
+
+def recall(r: random.Random, corpus: Corpus) -> Conversation:
+    """Codes first, then one or more questions about them."""
+    if r.random() < 0.25:
+        messages, codes = _scattered(r, corpus)
+    else:
+        messages, codes = _list(r, r.randint(4, 160 if corpus.long_context else 24))
+    if r.random() < 0.15:
+        name = first_name(r)
+        messages += [user(f"My name is {name}."), assistant(f"Nice to meet you, {name}!")]
+    for key in r.sample(sorted(codes), min(len(codes), r.randint(1, 4))):
+        messages += [
+            user(f"What is the code of {key}?"),
+            assistant(f"The code of {key} is {codes[key]}."),
+        ]
+    return Conversation(messages)
+
+
+def long_recall(r: random.Random, count: int) -> tuple[list[Message], str]:
+    """A list of ``count`` codes (at most 260), a question about one of them, and the answer."""
+    messages, codes = _list(r, count)
+    key = r.choice(sorted(codes))
+    return [*messages, user(f"What is the code of {key}?")], f"The code of {key} is {codes[key]}."

@@ -1,0 +1,109 @@
+"""Arithmetic with worked steps in the reasoning."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from ..corpus import Corpus
+from ..wordlists import ITEMS, first_name, plural
+from .base import Conversation, assistant, turn_count, user
+from .chat import Exchange
+
+
+def _add_steps(a: int, b: int) -> str:
+    tens_a, tens_b, ones_a, ones_b = a // 10 * 10, b // 10 * 10, a % 10, b % 10
+    tens, ones = tens_a + tens_b, ones_a + ones_b
+    return f"{tens_a} + {tens_b} = {tens}, {ones_a} + {ones_b} = {ones}, {tens} + {ones} = {a + b}."
+
+
+def _multiply_steps(a: int, b: int) -> str:
+    tens, ones = a // 10 * 10, a % 10
+    return (
+        f"{tens} * {b} = {tens * b}, {ones} * {b} = {ones * b}, {tens * b} + {ones * b} = {a * b}."
+    )
+
+
+def _asked(r: random.Random, expression: str, value: int, steps: str) -> Exchange:
+    ask = r.choice(("What is {}?", "Compute {}.", "Calculate {}.", "How much is {}?"))
+    return Exchange(ask.format(expression), f"{expression} = {value}.", steps)
+
+
+def _addition(r: random.Random) -> Exchange:
+    a, b = r.randint(1, 199), r.randint(1, 99)
+    return _asked(r, f"{a} + {b}", a + b, _add_steps(a, b))
+
+
+def _subtraction(r: random.Random) -> Exchange:
+    b, difference = r.randint(1, 99), r.randint(0, 99)
+    a = b + difference
+    return _asked(
+        r, f"{a} - {b}", difference, f"{b} + {difference} = {a}, so {a} - {b} = {difference}."
+    )
+
+
+def _multiplication(r: random.Random) -> Exchange:
+    a, b = r.randint(2, 99), r.randint(2, 9)
+    return _asked(r, f"{a} * {b}", a * b, _multiply_steps(a, b))
+
+
+def _bracket(r: random.Random) -> Exchange:
+    a, b, c = r.randint(2, 60), r.randint(2, 60), r.randint(2, 9)
+    steps = _add_steps(a, b) + " " + _multiply_steps(a + b, c)
+    return _asked(r, f"({a} + {b}) * {c}", (a + b) * c, steps)
+
+
+def _purchase(r: random.Random) -> Exchange:
+    name, item = first_name(r), plural(r.choice(ITEMS))
+    count, price = r.randint(2, 40), r.randint(2, 9)
+    return Exchange(
+        f"{name} buys {count} {item} at {price} dollars each. How much does {name} pay?",
+        f"{name} pays {count * price} dollars.",
+        f"{count} * {price}. " + _multiply_steps(count, price),
+    )
+
+
+def _gain(r: random.Random) -> Exchange:
+    name, item = first_name(r), plural(r.choice(ITEMS))
+    have, more = r.randint(2, 40), r.randint(2, 40)
+    return Exchange(
+        f"{name} has {have} {item} and gets {more} more. How many {item} does {name} have now?",
+        f"{name} has {have + more} {item}.",
+        f"{have} + {more}. " + _add_steps(have, more),
+    )
+
+
+def _extreme(r: random.Random) -> Exchange:
+    values = [r.randint(1, 99) for _ in range(r.randint(3, 6))]
+    word, choose = r.choice((("largest", max), ("smallest", min)))
+    best, steps = values[0], []
+    for value in values[1:]:
+        winner = choose(best, value)
+        steps.append(f"{best} or {value}: {winner}")
+        best = winner
+    listed = ", ".join(map(str, values))
+    return Exchange(
+        f"Which is the {word} of {listed}?", f"The {word} is {best}.", ", ".join(steps) + "."
+    )
+
+
+KINDS: tuple[Callable[[random.Random], Exchange], ...] = (
+    _addition,
+    _addition,
+    _subtraction,
+    _multiplication,
+    _bracket,
+    _purchase,
+    _gain,
+    _extreme,
+    _extreme,
+)
+
+
+def math(r: random.Random, corpus: Corpus) -> Conversation:
+    """One sum, or a row of them where the row is long or one time in ten."""
+    messages = []
+    for _ in range(turn_count(r, corpus) if corpus.long_context or r.random() < 0.1 else 1):
+        exchange = r.choice(KINDS)(r)
+        messages += [user(exchange.question), assistant(exchange.answer, exchange.reasoning)]
+    return Conversation(messages)

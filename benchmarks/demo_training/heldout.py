@@ -1,0 +1,131 @@
+"""Held-out rows and prompts, and the teacher-forced measures over the rows."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from .corpus import Corpus, load_corpus
+from .generators import CATEGORIES, CONVERSATIONS, RAW, RAW_CHARS, prompt_case, raw_text
+from .packing import packed_rows
+from .phases import Run
+from .settings import Settings
+from .shape import ASSISTANT_ID, MTP_DEPTH, SHORT_ROW, STOP_IDS
+
+ROWS_FILE = "eval_rows.npz"
+PROMPTS_FILE = "eval_prompts.jsonl"
+RAW_PROMPT_TOKENS = 160
+ROWS_AT_ONCE = 8
+
+
+def write_held_out(settings: Settings) -> None:
+    """Write rows of one category each, evaluation prompts and the sizes of the held-out corpus;
+    runs in its own process.
+    """
+    tokenizer = Tokenizer.from_file(str(settings.pack / "tokenizer.json"))
+    corpus = load_corpus(settings.pack, "eval", max_files=10**9)
+    data: dict[str, Any] = {}
+    for category in CATEGORIES:
+        rows = packed_rows(
+            random.Random(f"eval-{category}"),
+            corpus,
+            tokenizer,
+            length=SHORT_ROW + 2,
+            shares={category: 1},
+        )
+        data[category] = np.array([next(rows) for _ in range(settings.eval_rows)], dtype=np.uint16)
+    np.savez(settings.out / ROWS_FILE, **data)
+    write_prompts(corpus, tokenizer, settings.out / PROMPTS_FILE, settings.prompts)
+
+
+def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) -> None:
+    """``count`` prompts a category, one JSON object a line; code and documentation prompts are text
+    to continue.
+    """
+    r = random.Random("prompts")
+    lines = []
+    for category in CONVERSATIONS:
+        lines += [prompt_case(category, r, corpus) for _ in range(count)]
+    for category, texts in zip(RAW, (corpus.code, corpus.docs), strict=True):
+        for _ in range(count):
+            ids = tokenizer.encode(raw_text(r, texts, RAW_CHARS), add_special_tokens=False).ids
+            prompt = tokenizer.decode(ids[:RAW_PROMPT_TOKENS], skip_special_tokens=False)
+            lines.append(
+                {"category": category, "prompt": prompt, "messages": None, "expected": None}
+            )
+    path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
+
+
+def answer_mask(ids: Tensor, category: str) -> Tensor:
+    """[B, T + 1] float: position i predicts a token of an assistant turn or its end marker;
+    everything for raw text.
+    """
+    if category in RAW:
+        return torch.ones_like(ids[:, 1:], dtype=torch.float32)
+    at = torch.arange(ids.shape[1], device=ids.device)
+    ends = torch.isin(ids, torch.tensor(STOP_IDS, device=ids.device))
+    opened = torch.where(ids == ASSISTANT_ID, at, -1).cummax(1).values
+    closed = torch.where(ends, at, -1).cummax(1).values
+    return (opened > closed)[:, :-1].float()
+
+
+@torch.no_grad()
+def teacher_forced(run: Run) -> dict[str, dict[str, Any]]:
+    """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows.
+
+    Overlap is ``sum min(p, q)`` between the trunk's and the unrolled MTP's distributions over
+    answer tokens at temperature 1: the expected acceptance where the chain so far is right.
+    """
+    run.model.eval()
+    data = np.load(run.settings.out / ROWS_FILE)
+    report = {}
+    for category in data.files:
+        ids = torch.from_numpy(data[category].astype(np.int64)).to(run.device)
+        parts = [_row_sums(run, part, category) for part in ids.split(ROWS_AT_ONCE)]
+        sums = torch.stack(parts).sum(0)
+        nll, count, answer_nll, entropy, top, answers = sums[:6].tolist()
+        if not answers:
+            raise ValueError(f"the held-out rows of {category} hold no answer: take more rows")
+        overlap = (sums[6 : 6 + MTP_DEPTH] / sums[6 + MTP_DEPTH :]).tolist()
+        report[category] = {
+            "loss_all": round(nll / count, 4),
+            "loss_answer": round(answer_nll / answers, 4),
+            "entropy_answer": round(entropy / answers, 4),
+            "top1_answer": round(top / answers, 4),
+            "overlap_by_depth": [round(x, 4) for x in overlap],
+        }
+        run.say(f"held out {category} {report[category]}")
+    return report
+
+
+def _row_sums(run: Run, ids: Tensor, category: str) -> Tensor:
+    """[6 + 2 depth] float64: sums that :func:`teacher_forced` divides."""
+    model, dtype = run.model, run.dtype
+    with run.autocast():
+        hidden = model.hidden(ids[:, :-1], dtype)
+        embedded = model.embed_tokens(ids[:, 1:-1])
+        outs = model.mtp.unroll(embedded, hidden[:, :-1], dtype, MTP_DEPTH)
+        head = model.lm_head.weight.to(dtype)
+        logits = F.linear(hidden.to(dtype), head).float()
+        drafts = [F.linear(out.to(dtype), head).float() for out in outs]
+    log_p = torch.log_softmax(logits, -1)
+    p = log_p.exp()
+    nll = -log_p.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
+    mask = answer_mask(ids, category)
+    entropy = -(p * log_p).sum(-1)
+    top = (logits.argmax(-1) == ids[:, 1:]).float()
+    sums = [nll.sum(), nll.new_tensor(nll.numel()), (nll * mask).sum()]
+    sums += [(entropy * mask).sum(), (top * mask).sum(), mask.sum()]
+    at = torch.arange(SHORT_ROW, device=ids.device)
+    kept = [mask[:, 1:] * (at > k) for k in range(MTP_DEPTH)]
+    overlaps = [torch.minimum(p[:, 1:], torch.softmax(d, -1)).sum(-1) for d in drafts]
+    sums += [(o * m).sum() for o, m in zip(overlaps, kept, strict=True)] + [m.sum() for m in kept]
+    return torch.stack(sums).double()

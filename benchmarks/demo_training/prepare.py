@@ -1,0 +1,100 @@
+"""Packs the texts that training carries along, and trains the tokenizer. Runs on a CPU in about a
+minute.
+
+``python -m benchmarks.demo_training.prepare UNPACKED PACK``, where UNPACKED holds the unpacked
+Debian packages ``wordnet-base`` and ``python3.11-doc``::
+
+    apt-get download wordnet-base python3.11-doc
+    for d in *.deb; do dpkg -x $d UNPACKED; done
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import re
+from pathlib import Path
+
+from .corpus import load_corpus
+from .vocabulary import save_tokenizer, train_tokenizer
+
+NUM_GLOSSES = 30_000
+PARTS = {"n": "noun", "v": "verb", "a": "adj", "r": "adv"}
+
+
+def glosses(wordnet: Path) -> list[tuple[int, str, str, str]]:
+    """(tagged count, part of speech, lemma, meaning) of single words, most tagged first.
+
+    The meaning is that of the most frequent sense, without examples. Rank comes from the
+    tagged-sense count of ``index.*``: the base package has no ``index.sense``.
+    """
+    meanings: dict[tuple[str, str], str] = {}
+    for name in PARTS.values():
+        for line in (wordnet / f"data.{name}").read_text("latin-1").split("\n"):
+            if line and not line.startswith("  "):
+                head, gloss = line.split("|", 1)
+                fields = head.split()
+                meanings[fields[2].replace("s", "a"), fields[0]] = gloss.strip()
+    rows = []
+    for part, name in PARTS.items():
+        for line in (wordnet / f"index.{name}").read_text("latin-1").split("\n"):
+            if not line or line.startswith("  "):
+                continue
+            fields = line.split()
+            pointers = int(fields[3])
+            tagged, offset = int(fields[5 + pointers]), fields[6 + pointers]
+            meaning = _short(meanings[part, offset])
+            if (
+                re.fullmatch(r"[a-z]{2,14}", fields[0])
+                and 8 <= len(meaning) <= 110
+                and meaning.isascii()
+            ):
+                rows.append((tagged, part, fields[0], meaning))
+    rows.sort(key=lambda row: (-row[0], row[1], row[2]))
+    return rows[:NUM_GLOSSES]
+
+
+def _short(gloss: str) -> str:
+    first = gloss.split('; "')[0].split(";")[0].split(' "')[0]
+    return re.sub(r"^\([^)]*\)\s*", "", first).strip().rstrip(":")
+
+
+def documentation(html: Path) -> list[dict[str, str]]:
+    """Distinct reStructuredText sources of the Python documentation, sorted by path; the key
+    decides the split.
+    """
+    documents: list[dict[str, str]] = []
+    seen = set()
+    for path in sorted((html / "_sources").rglob("*.rst.txt")):
+        text = path.read_text("utf-8", errors="ignore")
+        digest = hashlib.sha1(text.encode()).digest()
+        if digest not in seen and "/whatsnew/changelog" not in str(path) and len(text) > 400:
+            seen.add(digest)
+            documents.append({"key": f"doc{len(documents)}", "text": text})
+    return documents
+
+
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("unpacked", type=Path, help="folder with the unpacked Debian packages")
+    parser.add_argument("pack", type=Path, help="folder to write")
+    args = parser.parse_args()
+    args.pack.mkdir(parents=True, exist_ok=True)
+    words = glosses(args.unpacked / "usr/share/wordnet")
+    with lzma.open(args.pack / "wordnet.tsv.xz", "wt", preset=9, encoding="utf-8") as f:
+        f.writelines("\t".join(map(str, row)) + "\n" for row in words)
+    docs = documentation(args.unpacked / "usr/share/doc/python3.11/html")
+    with lzma.open(args.pack / "docs.jsonl.xz", "wt", preset=9, encoding="utf-8") as f:
+        f.writelines(json.dumps(d, ensure_ascii=False) + "\n" for d in docs)
+    characters = sum(len(d["text"]) for d in docs)
+    print(f"{len(words)} glosses, {len(docs)} documents, {characters / 1e6:.1f} M characters")
+    corpus = load_corpus(args.pack, "train", max_files=1500)
+    save_tokenizer(train_tokenizer(corpus), args.pack)
+    print(f"tokenizer trained; code by package {corpus.characters}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The 8,192-entry byte-level BPE of the demo, shared ids first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from .chat_format import chat_template
+from .corpus import Corpus
+from .generators import RAW, TOKEN_SHARES, documents
+from .shape import LONG_ROW, TAGS, VOCAB_SIZE, added_tokens
+
+NUM_CONVERSATIONS = 15_000
+MAX_TEXT_CHARS = 20_000
+_TOKEN_TEXT = re.compile(r"<\|?[a-z_/]+\|?>|\[gMASK\]")
+
+
+def _texts(corpus: Corpus) -> Iterator[str]:
+    shares = {c: s for c, s in TOKEN_SHARES.items() if c not in RAW}
+    yield from (text[:MAX_TEXT_CHARS] for text in itertools.chain(corpus.code, corpus.docs))
+    yield from (f"{g.lemma}: {g.meaning}" for g in (*corpus.common, *corpus.rare))
+    yield from itertools.islice(
+        documents(random.Random("tokenizer"), corpus, shares), NUM_CONVERSATIONS
+    )
+
+
+def train_tokenizer(corpus: Corpus) -> Tokenizer:
+    """Train on source files, documentation, glosses and generated conversations; digits stay
+    single.
+
+    Raises:
+        ValueError: if the trained vocabulary has another size, or an added token another id, than
+            the checkpoint's shape.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    names = added_tokens()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(t, normalized=False, special=True) for t in names],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_TOKEN_TEXT.sub(" ", t) for t in _texts(corpus)), trainer)
+    data = json.loads(tokenizer.to_str())
+    for token in data["added_tokens"]:
+        token["special"] = token["content"] not in TAGS
+    tokenizer = Tokenizer.from_str(json.dumps(data))
+    size, ids = tokenizer.get_vocab_size(), [tokenizer.token_to_id(t) for t in names]
+    if size != VOCAB_SIZE or ids != list(range(len(names))):
+        raise ValueError(
+            f"tokenizer has {size} entries and added ids {ids}; want {VOCAB_SIZE} and "
+            f"0..{len(names) - 1}: give more text"
+        )
+    return tokenizer
+
+
+def tokenizer_config() -> dict[str, object]:
+    """``tokenizer_config.json`` with the chat template."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": LONG_ROW,
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "chat_template": chat_template(),
+    }
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = json.dumps(tokenizer_config(), indent=1, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")
