@@ -5,11 +5,13 @@ The arithmetic and the messages are in `preflight.py`, which knows no Ray.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -39,12 +41,16 @@ POLL_S = 0.5
 CHECK_LIMIT_S = 20.0
 """Seconds for the look at the checkpoint folder of another node."""
 MAX_CHECKED_NODES = 8
+REPEAT_S = 30.0
+"""Seconds after a wait for nodes in which the same deployment does not wait again. Ray runs a build
+that raised three times more, each a few seconds after the last: without it they would add up."""
 
 
 def preflight(config: DeploymentConfig) -> None:
     """Refuse a deployment that could only wait: too few CPUs or GPUs, or no checkpoint.
 
-    Waits `placement_timeout_s` for nodes that are joining, but not if the checkpoint is missing.
+    Waits `placement_timeout_s` for nodes that are joining, once for all attempts of one deployment,
+    and not at all if the checkpoint is missing.
     Runs where the application is built, and in the command line before it; needs a connected Ray.
 
     Raises:
@@ -52,7 +58,8 @@ def preflight(config: DeploymentConfig) -> None:
         ConfigError: naming the missing checkpoint files and the demo to try.
     """
     limit_s = config.engine_deployment.placement_timeout_s
-    deadline = time.monotonic() + limit_s
+    wait = _SharedWait(config)
+    deadline = time.monotonic() + wait.left_s
     nodes = cluster_nodes()
     missing = _checkpoint_problem(config, nodes)
     problem = placement_problem(config, nodes)
@@ -72,6 +79,33 @@ def preflight(config: DeploymentConfig) -> None:
         )
     if missing:
         raise ConfigError(f"{missing}; set it to the downloaded checkpoint; {hint}")
+    wait.clear()
+
+
+class _SharedWait:
+    """The wait of all attempts to deploy one configuration; its begin lies in the cluster's
+    key-value store.
+
+    Attributes:
+        left_s: seconds that this attempt may wait.
+    """
+
+    def __init__(self, config: DeploymentConfig) -> None:
+        limit_s = config.engine_deployment.placement_timeout_s
+        digest = hashlib.sha256(config.model_dump_json().encode()).hexdigest()
+        self._key = f"flare:placement:{digest}"
+        now = time.time()
+        found = _internal_kv_get(self._key)
+        begun_s = now if found is None else float(found)
+        if not 0.0 <= now - begun_s <= limit_s + REPEAT_S:
+            begun_s = now
+        if begun_s == now:
+            _internal_kv_put(self._key, repr(now).encode(), overwrite=True)
+        self.left_s = begun_s + limit_s - now
+
+    def clear(self) -> None:
+        """Let the next deployment wait for itself."""
+        _internal_kv_del(self._key)
 
 
 def cluster_nodes() -> list[NodeResources]:

@@ -12,6 +12,7 @@ from flare_ray.actors.directory import EngineDirectory, EngineRecord
 from flare_ray.actors.inprocess import start_inprocess
 from flare_ray.actors.launch import launch_engine
 from flare_ray.actors.listener import RankListener
+from flare_ray.actors.placement import preflight
 from flare_ray.contracts.messages import Admitted, Failed, Finished
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
 from tests.actors.conftest import CPUS
@@ -195,6 +196,25 @@ def test_absent_gpus_fail_the_start_by_name_within_the_placement_timeout(launch,
     with pytest.raises(CapacityError, match=r"4 GPU.*placement_timeout_s.*demo"):
         launch(config.model_copy(update={"engine": engine}))
     assert time.monotonic() - start < 10.0
+
+
+def test_attempts_of_one_deployment_share_one_wait_for_nodes(cluster, checkpoint):
+    """Ray repeats a build that raised, so that waits would add up beyond any promise."""
+    config = scripted_deployment(checkpoint, tensor_parallel_size=8)
+    limit_s = config.engine_deployment.placement_timeout_s
+    took_s = []
+    for _ in range(2):
+        start = time.monotonic()
+        with pytest.raises(CapacityError, match=r"4\.5 CPU"):
+            preflight(config)
+        took_s.append(time.monotonic() - start)
+    assert took_s[0] >= limit_s
+    assert took_s[1] < limit_s / 2
+    other = config.model_copy(update={"model_name": "other"})
+    start = time.monotonic()
+    with pytest.raises(CapacityError):
+        preflight(other)
+    assert time.monotonic() - start >= limit_s
 
 
 def test_absent_weights_fail_the_start_at_once(launch, tmp_path):
