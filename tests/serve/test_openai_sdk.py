@@ -22,7 +22,8 @@ from tests.support.fake_engine_client import FakeEngineClient, Script, answer, b
 
 START_LIMIT_S = 20.0
 STOP_LIMIT_S = 20.0
-NUM_CLIENTS = 24
+NUMBERS = range(10, 34)
+"""Of two digits, so that none is the beginning of another."""
 TOOL = {
     "type": "function",
     "function": {
@@ -144,25 +145,33 @@ def test_failure_inside_a_stream_raises_in_the_sdk(serve):
 def test_clients_that_leave_at_random_leave_nothing_running(serve, random_seed):
     chance = random.Random(random_seed)
 
-    async def chat(client: openai.AsyncOpenAI, number: int, stay_s: float | None) -> str | None:
-        text = f"n{number}"
-        request = client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": text}],
-            stream=number % 2 == 0,
-        )
-
+    async def chat(
+        client: openai.AsyncOpenAI, number: int, stay_s: float | None, engine: FakeEngineClient
+    ) -> str | None:
         async def whole() -> str:
-            result = await request
+            result = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": f"n{number}"}],
+                stream=number % 2 == 0,
+            )
             if number % 2:
                 return result.choices[0].message.content
-            pieces = [c.choices[0].delta.content or "" async for c in result]
-            return "".join(pieces)
+            return "".join([c.choices[0].delta.content or "" async for c in result])
 
+        task = asyncio.create_task(whole())
+        if stay_s is not None:
+            mine = byte_tokens(f"n{number}")
+            while not any(mine in pairs(r.prompt_tokens, len(mine)) for r in engine.requests):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(stay_s)
+            task.cancel()
         try:
-            return await asyncio.wait_for(whole(), stay_s)
-        except TimeoutError:
+            return await task
+        except asyncio.CancelledError:
             return None
+
+    def pairs(tokens: tuple[int, ...], size: int) -> set[tuple[int, ...]]:
+        return {tokens[i : i + size] for i in range(len(tokens))}
 
     byte_of = {byte_tokens(bytes([byte]))[0]: byte for byte in range(256)}
 
@@ -172,16 +181,17 @@ def test_clients_that_leave_at_random_leave_nothing_running(serve, random_seed):
         text = prompt.removeprefix("effort max").removesuffix("<think>")
         return answer(f"</think>{text}" + "." * 20, step=1, pause=0.005)(request)
 
-    async def scenario(url: str) -> list[tuple[float | None, int, str | None]]:
+    async def scenario(
+        url: str, engine: FakeEngineClient
+    ) -> list[tuple[float | None, int, str | None]]:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            stays = [chance.choice([None, chance.uniform(0, 0.15)]) for _ in range(NUM_CLIENTS)]
-            texts = await asyncio.gather(
-                *(chat(client, number, stay) for number, stay in enumerate(stays))
-            )
-        return list(zip(stays, range(NUM_CLIENTS), texts, strict=True))
+            stays = [None if n % 3 == 0 else chance.uniform(0, 0.1) for n in NUMBERS]
+            chats = (chat(client, n, s, engine) for n, s in zip(NUMBERS, stays, strict=True))
+            texts = await asyncio.gather(*chats)
+        return list(zip(stays, NUMBERS, texts, strict=True))
 
     with serve(script) as (engine, url):
-        results = asyncio.run(scenario(url))
+        results = asyncio.run(scenario(url, engine))
         deadline = time.monotonic() + 5.0
         while engine.running and time.monotonic() < deadline:
             time.sleep(0.01)
