@@ -30,9 +30,8 @@ from flare_ray.device.state.layout import DTYPE_BYTES, StateLimits, pages_for, s
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import rank_weight_bytes
-from flare_ray.device.weights.index import open_checkpoint
 from flare_ray.device.weights.loader import RankWeights
-from flare_ray.device.weights.manifest import validate
+from flare_ray.device.weights.manifest import open_validated
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
 from flare_ray.recipes.declaration import (
     BuildOptions,
@@ -294,9 +293,11 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         check_capacity(manifest, free_bytes(manifest.device, comm.size))
         drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
         return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
-    index = open_checkpoint(config.checkpoint)
-    validated = validate(
-        index, specs, families=plan.families, tolerated_prefixes=recipe.tolerated_prefixes
+    index, validated = open_validated(
+        config.checkpoint,
+        specs,
+        families=plan.families,
+        tolerated_prefixes=recipe.tolerated_prefixes,
     )
     notices = check_arithmetic(
         index,

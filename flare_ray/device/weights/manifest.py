@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from flare_ray.device.weights.formats import WeightFormat
-from flare_ray.device.weights.index import CheckpointIndex
+from flare_ray.device.weights.index import CheckpointIndex, open_checkpoint, scan_checkpoint
 from flare_ray.device.weights.quantisation import Declaration, compare, read_declaration
 from flare_ray.device.weights.stored import StoredWeight, related_names, resolve
 from flare_ray.errors import CheckpointError, ContractViolation
@@ -40,6 +41,29 @@ class ValidatedWeights:
     def formats(self) -> Mapping[WeightFormat, int]:
         """Number of listed tensors stored in each format."""
         return Counter(weight.format for weight in self.weights.values())
+
+
+def open_validated(
+    folder: str | Path,
+    specs: Sequence[TensorSpec],
+    *,
+    families: Iterable[Family] = BOTH_FAMILIES,
+    tolerated_prefixes: tuple[str, ...] = (),
+) -> tuple[CheckpointIndex, ValidatedWeights]:
+    """`open_checkpoint` and `validate` in one: damaged files do not hide what else is wrong.
+
+    Raises:
+        CheckpointError: `problems` has the lines of both.
+    """
+    index, damages = scan_checkpoint(folder)
+    if not index.tensors:
+        # Without any weights every listed tensor is missing; the reason is what counts.
+        index = open_checkpoint(folder)
+    validated, problems = check_manifest(
+        index, specs, families=families, tolerated_prefixes=tolerated_prefixes
+    )
+    _refuse(index, (*damages, *problems))
+    return index, validated
 
 
 def validate(

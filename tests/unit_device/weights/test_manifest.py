@@ -1,11 +1,13 @@
 """Every listed tensor against the stored ones: each fault named, families kept apart."""
 
+import os
+
 import pytest
 import torch
 
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.index import open_checkpoint
-from flare_ray.device.weights.manifest import check_manifest, validate
+from flare_ray.device.weights.manifest import check_manifest, open_validated, validate
 from flare_ray.errors import CheckpointError, ContractViolation
 from flare_ray.recipes.declaration import TensorSpec
 from tests.unit_device.weights.synthetic import (
@@ -48,6 +50,26 @@ def test_whole_checkpoint_of_every_form_validates(tmp_path, form, shards):
     validated = validate(index, SPECS)
     assert validated.weights.keys() == made.values.keys()
     assert validated.total_bytes == index.total_bytes
+
+
+def test_damaged_file_does_not_hide_a_missing_tensor(tmp_path):
+    made = build("bf16", shards=3)
+    folder = made.write(tmp_path)
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    extended = [*SPECS, TensorSpec("absent.weight", (4, 4), "target")]
+    os.truncate(shard, shard.stat().st_size - 2)
+    with pytest.raises(CheckpointError) as error:
+        open_validated(folder, extended)
+    truncated, missing = error.value.problems
+    assert "truncated" in truncated and shard.name in truncated
+    assert missing.startswith("absent.weight: missing")
+
+
+def test_folder_without_weights_is_refused_for_that_alone(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError) as error:
+        open_validated(tmp_path, SPECS)
+    assert len(error.value.problems) == 1
 
 
 @pytest.mark.parametrize(
