@@ -9,7 +9,8 @@ from flare_ray.device.layers.indexed_mla import IndexedMlaBlock
 from tests.support.glm_driver import GlmDriver, Lane
 
 LOGITS_ATOL = 1e-4
-"""Measured at most 1e-5 on every variant; transformers differs from itself by 2e-5."""
+"""Measured at most 4e-5 over all variants, rounds and drafts; transformers differs from itself by
+2e-5 between one pass and many."""
 
 
 def largest_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
