@@ -13,10 +13,11 @@ import ray
 from pydantic import BaseModel
 from ray import serve
 from ray.serve._private import api as serve_api
+from ray.serve._private.common import DeploymentStatus
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, SERVE_NAMESPACE
 from ray.serve.config import gRPCOptions
 from ray.serve.context import _get_global_client
-from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
 from flare_ray.actors.engine import Engine, engine_options
 from flare_ray.actors.placement import ENGINE_DEPLOYMENT, preflight
@@ -28,6 +29,7 @@ logger = logging.getLogger("ray.serve.flare")
 
 DEPLOYMENTS = (ENGINE_DEPLOYMENT, INGRESS_DEPLOYMENT)
 """Names that entries of `deployments:` may have."""
+FAILED_DEPLOYMENT = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 DRAIN_GRACE_S = 15.0
 """Seconds beyond `graceful_shutdown_s` in which Serve removes replicas that have drained."""
 DRAIN_POLL_S = 0.1
@@ -55,6 +57,18 @@ def build(args: DeploymentConfig) -> serve.Application:
 def deploy_schema() -> type[BaseModel]:
     """The model of a deployment file, for `cli.config_check` (which may not import Ray)."""
     return ServeDeploySchema
+
+
+def failure_reason(state: ApplicationStatusOverview) -> str:
+    """Why an application could not be deployed: our own error if there is one, without the
+    tracebacks that Serve wraps it in; otherwise all that Serve says of it and its deployments."""
+    failed = [d for d in state.deployments.values() if d.status in FAILED_DEPLOYMENT]
+    messages = [deployment.message for deployment in failed] + [state.message]
+    for message in messages:
+        _, found, own = message.rpartition(f"{FlareError.__module__}.")
+        if found:
+            return own.strip()
+    return "\n".join(messages)
 
 
 class LocalServe:
@@ -100,7 +114,7 @@ class LocalServe:
         states = [applications[name] for name in names if name in applications]
         for name, state in applications.items():
             if name in names and state.status == ApplicationStatus.DEPLOY_FAILED:
-                raise FlareError(f"application {name} failed to deploy: {state.message}")
+                raise FlareError(f"application {name} failed to deploy: {failure_reason(state)}")
         running = [state for state in states if state.status == ApplicationStatus.RUNNING]
         return len(running) == len(names)
 
