@@ -38,16 +38,15 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         weights: [B, V] float32, >= 0, not necessarily normalised.
         uniforms: [B] float32 in (0, 1].
     Returns:
-        [B] int64: the first id whose cumulative weight exceeds u * total; the last id of positive
-        weight when rounding or u = 1 leaves none. A row without any weight gives the last id;
-        callers guard it.
+        [B] int64: the first id whose cumulative weight exceeds u * total; with u = 1 the last id
+        that raised it. A row without any weight gives the last id; callers guard it.
     """
     cumulative = weights.cumsum(-1)
-    goal = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-    index = (cumulative <= goal).sum(-1)
-    ids = torch.arange(weights.shape[-1], device=weights.device)
-    last = torch.where(weights > 0, ids, 0).amax(-1)
-    return torch.minimum(index, last)
+    total = cumulative[:, -1:]
+    # Below the total by at least one float, so that some id's cumulative weight exceeds it.
+    goal = torch.minimum(uniforms.unsqueeze(-1) * total, torch.nextafter(total, total * 0.0))
+    index = torch.searchsorted(cumulative, goal, right=True).squeeze(-1)
+    return index.clamp_(max=weights.shape[-1] - 1)
 
 
 def verify_chain(
