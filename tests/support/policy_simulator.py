@@ -25,6 +25,10 @@ Price = Callable[[GraphShape, int], float]
 """(shape, round) -> nanoseconds."""
 
 
+CONTENTION_ROUNDS = 20
+"""Mean length of a spell of contention."""
+
+
 @dataclass(frozen=True)
 class World:
     """What the policy does not know.
@@ -33,6 +37,8 @@ class World:
         lanes: requests in every round.
         noise: standard deviation of a round's price, relative.
         disturbance: share of rounds that cost five times their price.
+        contention: largest factor by which a busy neighbour stretches spells of rounds.
+        request_rounds: rounds after which every lane holds a new request.
     """
 
     lanes: int
@@ -40,6 +46,7 @@ class World:
     price: Price
     noise: float = 0.1
     disturbance: float = 0.01
+    contention: float = 1.0
     request_rounds: int = 200
     max_width: int = 8
 
@@ -78,7 +85,10 @@ def simulate(policy: VerificationPolicy, world: World, *, rounds: int, seed: int
     catalog = catalog_of(world)
     outcome = Outcome()
     widths = []
+    spell = 1.0
     for number in range(rounds):
+        if rng.random() < 1 / CONTENTION_ROUNDS:
+            spell = world.contention ** rng.random()
         generation = number // world.request_rounds
         uids = [1 + generation * world.lanes + lane for lane in range(world.lanes)]
         if number and number % world.request_rounds == 0:
@@ -97,7 +107,7 @@ def simulate(policy: VerificationPolicy, world: World, *, rounds: int, seed: int
             records.append(lane_record(uid, offered=offered, accepted=accepted))
         price = world.price(shape, number)
         outcome.ideal_ns += price
-        noisy = price * max(0.3, rng.gauss(1.0, world.noise))
+        noisy = price * spell * max(0.3, rng.gauss(1.0, world.noise))
         if rng.random() < world.disturbance:
             noisy *= 5
         policy.observe(CompletedRound(shape, tuple(records)), round(noisy))

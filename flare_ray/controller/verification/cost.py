@@ -1,11 +1,18 @@
 """What a round of each program costs now: robust means of complete rounds as they ran (contract:
 C2).
 
-Costs drift together (contexts grow, a neighbour takes a core), and a program that has not run for a
-while would keep an old price. So a common *level* follows the programs that do run: whenever a full
-window's mean changes, the level changes by the same factor, and every other program's price is read
-at today's level. For a single program the factors multiply to (its mean now / its mean then), so
-the level carries that window's noise and never wanders.
+Only the ratio between programs decides, and what disturbs one round usually disturbs its
+neighbours in time, so two corrections keep programs comparable that run at different times:
+
+- *level*, slow: costs drift together (contexts grow). Whenever a full window's mean changes, the
+  level changes by the same factor, and every other program's price is read at today's level. For a
+  single program the factors multiply to (its mean now / its mean then): the level carries that
+  window's noise and never wanders.
+- *pace*, fast: a busy neighbour stretches some dozen rounds. The cost of a program that seldom runs
+  is divided by how much dearer than their price the other programs' rounds just before it were.
+
+Dividing by the pace leaves a common factor free, which would wander where many programs take turns;
+so every round also pulls all prices together a little towards what it really cost.
 """
 
 from __future__ import annotations
@@ -21,6 +28,17 @@ SAMPLES = 48
 """Rounds remembered per program."""
 TRUSTED_SAMPLES = 3
 """Below so many, one disturbed round could decide: the program is worth a probe."""
+RECENT_ROUNDS = 9
+"""Rounds whose median cost over price is the pace."""
+PACE_ROUNDS = 7
+"""Recent rounds of other programs that a pace needs: only a program that runs seldom has one."""
+PULL = 0.02
+PULL_CLIP = 0.3
+"""Share of a round's relative error by which all prices move, and the largest error that counts:
+the common factor is found within some 50 rounds, and a disturbed round hardly moves it."""
+UNTRUSTED_SURCHARGE = 2.0
+"""A width that is not trusted yet counts at most so many times dearer per row than the nearest
+trusted narrower one."""
 ROW_SHARE = 0.2
 """Guessed cost of one more row per lane over that of a width-one round, before any measurement."""
 
@@ -59,6 +77,7 @@ class CostTable:
         self._level = 1.0
         self._samples: dict[GraphShape, _Samples] = {}
         self._guesses: dict[GraphShape, float] = {}
+        self._recent: deque[tuple[GraphShape, float]] = deque(maxlen=RECENT_ROUNDS)
         for shape, cost_ns in (measured_ns or {}).items():
             self._samples.setdefault(shape, _Samples()).add(float(cost_ns))
 
@@ -72,11 +91,23 @@ class CostTable:
         if len(samples.values) < TRUSTED_SAMPLES:
             self._guesses.clear()
         full, before = len(samples.values) == SAMPLES, samples.mean
-        samples.add(float(cost_ns))
+        pace = self._pace(shape)
+        trusted = len(samples.values) >= TRUSTED_SAMPLES
+        if trusted:
+            self._recent.append((shape, cost_ns / before))
+        samples.add(cost_ns / pace)
         if full:
             self._level *= samples.mean / before
             samples.level = self._level
+        if trusted:
+            error = min(max(cost_ns / before - 1.0, -PULL_CLIP), PULL_CLIP)
+            self._level *= 1.0 + PULL * error
         samples.last_round = self.rounds
+
+    def _pace(self, shape: GraphShape) -> float:
+        """How much dearer than their price the last rounds of other programs were."""
+        others = sorted(ratio for other, ratio in self._recent if other != shape)
+        return others[len(others) // 2] if len(others) >= PACE_ROUNDS else 1.0
 
     def samples(self, shape: GraphShape) -> int:
         """Rounds of it that its price rests on, 0 .. SAMPLES."""
@@ -106,8 +137,8 @@ class CostTable:
         """Estimates of programs that differ in width alone, narrowest first.
 
         A program not yet trusted is held between the trusted ones beside it, because a wider round
-        of the same lanes never costs less: one disturbed sample cannot price it out of ever being
-        measured again.
+        of the same lanes never costs less, and below a multiple of the narrower one: one disturbed
+        sample cannot price it out of ever being measured again.
         """
         prices = [self.estimate_ns(shape) for shape in candidates]
         trusted = [self.is_trusted(shape) for shape in candidates]
@@ -117,12 +148,13 @@ class CostTable:
                 ceiling = prices[place]
             else:
                 prices[place] = min(prices[place], ceiling)
-        floor = 0.0
-        for place, price in enumerate(prices):
+        floor, narrower = 0.0, 0
+        for place, shape in enumerate(candidates):
             if trusted[place]:
-                floor = price
-            else:
-                prices[place] = max(price, floor)
+                floor, narrower = prices[place], shape.verify_width
+            elif narrower:
+                most = UNTRUSTED_SURCHARGE * floor * shape.verify_width / narrower
+                prices[place] = min(max(prices[place], floor), most)
         return prices
 
     def _guess(self, shape: GraphShape) -> float:

