@@ -174,6 +174,18 @@ def test_rank_failure_ends_every_live_request_once_and_later_submits_are_refused
     assert harness.controller.step(0.0) is False
 
 
+def test_rank_that_dies_while_idle_is_noticed_before_the_next_request(make_harness):
+    harness = make_harness()
+    harness.submit("r", max_tokens=4)
+    harness.run_until_idle()
+    harness.channel.kill_rank(1)
+    harness.step()
+    assert "rank 1" in harness.controller.stats().fatal
+    assert harness.output.batches[-1][1][-1] is harness.end("r"), "nobody is left to be told"
+    with pytest.raises(RankFailure):
+        harness.submit("late")
+
+
 def test_contract_breach_stops_the_engine_by_name(make_harness):
     harness = make_harness()
     harness.submit("r", max_tokens=100)

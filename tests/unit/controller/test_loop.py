@@ -184,6 +184,21 @@ def test_second_queued_round_still_drafts_beyond_the_last_committed_page(make_ha
     assert ceilings == ([5, 2] if harness.config.queue_depth == 1 else [5, 5])
 
 
+def test_head_of_the_queue_is_not_overtaken_while_it_waits_for_pages(make_harness):
+    harness = make_harness(manifest=make_manifest(num_pages=17, context_tokens=1024))
+    harness.submit("first", (1,), max_tokens=500)
+    harness.submit("large", (2,), max_tokens=1000)
+    harness.submit("small", (3,), max_tokens=5)
+    harness.run_until_idle()
+    order = [
+        item.request_id
+        for _, items in harness.output.batches
+        for item in items
+        if isinstance(item, Finished)
+    ]
+    assert order == ["first", "large", "small"]
+
+
 # Publication.
 
 
@@ -336,6 +351,35 @@ def test_ordinary_family_is_served_without_drafts(make_harness):
     kinds = {(plan.shape.kind, plan.shape.speculation) for plan in harness.channel.plans}
     assert kinds == {(GraphKind.PREFILL, False), (GraphKind.DECODE, False)}
     assert harness.tokens("r") == harness.expected((1, 2, 3), 12)
+
+
+def test_counters_agree_with_the_devices_own_account(make_harness):
+    harness = make_harness()
+    for number in range(9):
+        harness.submit(f"r{number}", (number,), max_tokens=40)
+    harness.run_until_idle()
+    lanes = [lane for plan in harness.channel.plans for lane in plan.lanes]
+    values = {
+        (sample.name, *sample.labels): sample.value
+        for sample in harness.recorder.snapshot().samples
+    }
+    ends = [harness.end(f"r{number}") for number in range(9)]
+    rounds = sum(
+        value for key, value in values.items() if key[0] == "flare_spec_decode_lane_rounds"
+    )
+    assert values["flare_spec_decode_dead_lanes",] == harness.channel.dead_lanes
+    assert rounds == len(lanes) - harness.channel.dead_lanes
+    assert values["flare_spec_decode_emitted_tokens",] == 9 * (40 - 1), "the first is prefill's"
+    assert values["flare_generation_tokens",] == 9 * 40
+    accepted = values["flare_spec_decode_num_accepted_tokens",]
+    by_position = [
+        value
+        for key, value in values.items()
+        if key[0] == "flare_spec_decode_num_accepted_tokens_per_pos"
+    ]
+    assert accepted == sum(by_position) == sum(end.drafts_accepted for end in ends)
+    offered = values["flare_spec_decode_num_draft_tokens",]
+    assert offered == sum(end.drafts_offered for end in ends) > 0
 
 
 def test_gauges_return_to_zero_when_idle(make_harness):
