@@ -27,6 +27,7 @@ from tests.support.service import (
     INGRESS,
     RANK,
     START_LIMIT_S,
+    STOP_LIMIT_S,
     Holdings,
     Service,
     machine_load,
@@ -42,6 +43,7 @@ ERROR_LIMIT_S = 1.0
 RECOVERY_LIMIT_S = 60.0
 FREE_LIMIT_S = 20.0
 CLIENT_LIMIT_S = 120.0
+STOP_SLACK_S = 10.0
 CONTEXT = 2048
 ENDLESS = 1900
 LONG = 300
@@ -328,3 +330,37 @@ async def stop_mid_stream(service: Service) -> tuple[int, list[str]]:
         await asyncio.wait_for(running.wait(), CLIENT_LIMIT_S)
         status = await asyncio.to_thread(service.stop)
         return status, await asyncio.gather(*tasks)
+
+
+@pytest.mark.slow
+def test_stop_ends_requests_that_outlast_the_bound_and_leaves_no_process(
+    checkpoint, tmp_path, free_port
+):
+    bound_s = 3.0
+    args = deployment_args(checkpoint, context_tokens=CONTEXT)
+    args["engine_deployment"]["graceful_shutdown_s"] = bound_s
+    service = Service(write_deployment(tmp_path / "bound.yaml", args, free_port()))
+    try:
+        service.wait_ready()
+        with (
+            pytest.raises(httpx.RemoteProtocolError),
+            httpx.stream(
+                "POST",
+                f"{service.url}/v1/completions",
+                json=body("so ", ENDLESS, stream=True),
+                timeout=CLIENT_LIMIT_S,
+            ) as answer,
+        ):
+            lines = answer.iter_lines()
+            next(lines)
+            asked_s = time.monotonic()
+            service.process.send_signal(signal.SIGTERM)
+            for _ in lines:
+                pass
+        ended_s = time.monotonic() - asked_s
+        status = service.wait(STOP_LIMIT_S)
+        assert status == 0, service.tail()
+        assert bound_s - 1.0 < ended_s < bound_s + STOP_SLACK_S, f"{ended_s:.1f} s"
+        assert not service.processes()
+    finally:
+        service.kill()

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from flare_ray.recipes.declaration import TensorSpec, resolve
@@ -29,6 +30,7 @@ from tests.support.glm_tiny import config_of, draw
 
 VOCAB_SIZE = 272
 LETTERS = ascii_letters + digits + " ."
+SAMPLED_LETTERS = "abcdefghijkl"
 MODEL = "glm-micro"
 SEED = 5
 LAYERS = "KKM"
@@ -115,3 +117,19 @@ def deployment_args(
         },
         "ingress": {"min_replicas": ingresses, "max_replicas": ingresses, "cpus": 0.1},
     }
+
+
+def sampled_glm(folder: Path) -> Path:
+    """A checkpoint of the letters alone that `SAMPLED_LETTERS` lists: few enough to compute every
+    continuation."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ids = range(len(SAMPLED_LETTERS))
+    config = micro_config(len(ids), [len(ids) - 1])
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(micro_tensors(config, ids), folder / "model.safetensors", metadata={"format": "pt"})
+    vocabulary = {letter: i for i, letter in enumerate(SAMPLED_LETTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
