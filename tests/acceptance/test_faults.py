@@ -250,13 +250,14 @@ async def until(service: Service, *, running: int, waiting: int) -> None:
     await asyncio.to_thread(wait_for, reached, FREE_LIMIT_S, f"{running} run, {waiting} wait")
 
 
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_killed_rank_is_named_to_every_client_and_the_service_recovers_without_a_leak(
-    service, greedy
+    service, greedy, victim
 ):
     service.wait_idle(FREE_LIMIT_S)
     before = service.holdings()
     old = {*service.pids(RANK), *service.pids(ENGINE)}
-    pid = service.pids(RANK)[1]
+    pid = service.pids(RANK)[victim]
     health = HealthLog(service)
     try:
         killed = asyncio.run(kill_mid_stream(service, pid))
@@ -276,6 +277,53 @@ def test_killed_rank_is_named_to_every_client_and_the_service_recovers_without_a
     assert statuses == [200, 503, 200]
     assert not old & {process.pid for process in service.processes()}
     assert_no_more_than(before, service.holdings(), service)
+
+
+@pytest.mark.slow
+def test_killed_engine_ends_its_clients_and_its_ranks_and_the_service_recovers(service, greedy):
+    """Nobody is left to name a cause; waiting requests are answered by the next engine all the
+    same."""
+    service.wait_idle(FREE_LIMIT_S)
+    before = service.holdings()
+    old = {*service.pids(RANK), *service.pids(ENGINE)}
+    killed = asyncio.run(kill_mid_stream(service, service.pids(ENGINE)[0]))
+    service.wait_ready(RECOVERY_LIMIT_S)
+    assert time.monotonic() - killed.at_s < RECOVERY_LIMIT_S, machine_load()
+    for message, _ in (killed.streamed, killed.whole):
+        assert "engine" in message and "gone" in message, message
+    for name, prompt in WAITING.items():
+        assert killed.texts[name] == greedy(prompt, 30)
+    service.wait_idle(FREE_LIMIT_S)
+    assert not old & {process.pid for process in service.processes()}
+    assert_no_more_than(before, service.holdings(), service)
+
+
+@pytest.mark.slow
+def test_killed_http_replica_frees_its_requests_and_is_replaced(service, greedy):
+    async def scenario() -> None:
+        async with httpx.AsyncClient(timeout=CLIENT_LIMIT_S) as client:
+            calls = [
+                asyncio.create_task(
+                    client.post(f"{service.url}/v1/completions", json=body("so ", ENDLESS))
+                )
+                for _ in range(2)
+            ]
+            await until(service, running=2, waiting=0)
+            os.kill(service.pids(INGRESS)[0], signal.SIGKILL)
+            for call in calls:
+                try:
+                    assert (await call).status_code >= 500
+                except httpx.TransportError:
+                    continue  # the connection broke, which a client can tell from an answer
+
+    service.wait_idle(FREE_LIMIT_S)
+    engine = service.pids(ENGINE)
+    asyncio.run(scenario())
+    service.wait_ready(RECOVERY_LIMIT_S)
+    service.wait_idle(RECOVERY_LIMIT_S)
+    assert service.pids(ENGINE) == engine
+    answer = httpx.post(f"{service.url}/v1/completions", json=body("so ", LONG), timeout=60.0)
+    assert answer.json()["choices"][0]["text"] == greedy("so ", LONG)
 
 
 def assert_no_more_than(before: Holdings, after: Holdings, service: Service) -> None:
