@@ -1,0 +1,1 @@
+"""Figures of the complete service: ``first_light`` (speed, memory, start) and ``soak`` (leaks)."""
