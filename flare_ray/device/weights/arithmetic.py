@@ -1,5 +1,5 @@
-"""Arithmetic that a checkpoint declares and this engine does not run: answered by the deployment, or
-refused by name (contract: R5)."""
+"""Arithmetic that a checkpoint declares and this engine does not run: answered by the deployment,
+or refused by name (contract: R5)."""
 
 from __future__ import annotations
 
