@@ -20,14 +20,14 @@ MAX_BYTES = 32 * 2**20
 
 
 def load_shards(run: Path) -> dict[str, Tensor]:
-    """Tensors of a run under published names.
+    """Tensors of a run, or of a checkpoint folder, under published names.
 
     Raises:
-        FileNotFoundError: if the run holds no shard.
+        FileNotFoundError: if the folder holds no weights.
     """
-    shards = sorted(run.glob("model-*.safetensors"))
+    shards = sorted(run.glob("model*.safetensors"))
     if not shards:
-        raise FileNotFoundError(f"no model-*.safetensors in {run}: did the training run end?")
+        raise FileNotFoundError(f"no model*.safetensors in {run}: did the training run end?")
     return {name: t for shard in shards for name, t in load_file(shard).items()}
 
 

@@ -28,6 +28,7 @@ from .speculative import Output, Sampling, generate
 
 PROMPTS = Path(__file__).with_name("eval_prompts.jsonl")
 SAMPLES = 4
+LIMIT, RAW_LIMIT, SEED = 480, 128, 5
 
 
 class Tally:
@@ -153,6 +154,37 @@ def selected(path: Path, count: int, categories: list[str]) -> list[dict[str, An
     return items
 
 
+def stop_ids(folder: Path) -> frozenset[int]:
+    """Ids that end an answer, from the checkpoint's configuration."""
+    return frozenset(
+        json.loads((folder / "config.json").read_text())["text_config"]["eos_token_id"]
+    )
+
+
+def run_evaluation(
+    folder: Path,
+    items: list[dict[str, Any]],
+    sampling: Sampling,
+    *,
+    raw_limit: int = RAW_LIMIT,
+    seed: int = SEED,
+) -> dict[str, Any]:
+    """Evaluate the items on one thread; the result names its settings."""
+    torch.set_num_threads(1)
+    start = time.monotonic()
+    categories = evaluate(folder, items, sampling, raw_limit=raw_limit, seed=seed)
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "depth": sampling.depth,
+        "limit": sampling.limit,
+        "raw_limit": raw_limit,
+        "seed": seed,
+        "seconds": round(time.monotonic() - start, 1),
+        "categories": categories,
+    }
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="evaluate a demo checkpoint")
     parser.add_argument("checkpoint", type=Path)
@@ -161,39 +193,26 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--depth", type=int, default=MTP_DEPTH)
-    parser.add_argument("--limit", type=int, default=480, help="most output tokens of an answer")
-    parser.add_argument("--raw-limit", type=int, default=128, help="the same for raw text")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="most output tokens of an answer")
+    parser.add_argument("--raw-limit", type=int, default=RAW_LIMIT, help="the same for raw text")
     parser.add_argument("--count", type=int, default=24, help="prompts a category")
     parser.add_argument("--category", action="append", default=[], help="may be repeated")
-    parser.add_argument("--seed", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=SEED)
     return parser.parse_args()
 
 
 def main() -> None:
     """Command line entry."""
     args = _arguments()
-    torch.set_num_threads(1)
-    config = json.loads((args.checkpoint / "config.json").read_text())["text_config"]
     sampling = Sampling(
-        args.temperature, args.top_p, args.depth, args.limit, frozenset(config["eos_token_id"])
+        args.temperature, args.top_p, args.depth, args.limit, stop_ids(args.checkpoint)
     )
-    start = time.monotonic()
     items = selected(args.prompts, args.count, args.category)
-    categories = evaluate(
+    result = run_evaluation(
         args.checkpoint, items, sampling, raw_limit=args.raw_limit, seed=args.seed
     )
-    for category, figures in categories.items():
-        print(category, {k: v for k, v in figures.items() if k != "samples"}, flush=True)
-    result = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "depth": args.depth,
-        "limit": args.limit,
-        "raw_limit": args.raw_limit,
-        "seed": args.seed,
-        "seconds": round(time.monotonic() - start, 1),
-        "categories": categories,
-    }
+    for category, figures in result["categories"].items():
+        print(category, {k: v for k, v in figures.items() if k != "samples"})
     print(f"{result['seconds']} s")
     if args.output:
         args.output.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -15,6 +15,7 @@ import hashlib
 import json
 import lzma
 import re
+import textwrap
 from pathlib import Path
 
 from .corpus import load_corpus
@@ -76,24 +77,45 @@ def documentation(html: Path) -> list[dict[str, str]]:
     return documents
 
 
+def notices(unpacked: Path) -> dict[str, str]:
+    """Licence texts that travel with the weights, by file name, from the packages themselves."""
+    header = (unpacked / "usr/share/wordnet/data.noun").read_text("latin-1").split("\n")
+    wordnet = [re.sub(r"^  \d+ ?", "", t).rstrip() for t in header if t.startswith("  ")]
+    source = unpacked / "usr/share/doc/python3.11/html/_sources/license.rst.txt"
+    section = source.read_text("utf-8").split("PSF LICENSE AGREEMENT FOR PYTHON |release|", 1)[1]
+    block = section.split(".. parsed-literal::", 1)[1].split("\n\n\n", 1)[0]
+    psf = textwrap.dedent(block).strip().replace("|release|", "3.11")
+    return {
+        "WordNet-3.0.txt": "\n".join(wordnet).strip() + "\n",
+        "PSF-2.0.txt": "PSF LICENSE AGREEMENT FOR PYTHON 3.11\n\n" + psf + "\n",
+    }
+
+
+def prepare(unpacked: Path, pack: Path) -> None:
+    """Write glosses, documentation, licence texts and the tokenizer into ``pack``."""
+    pack.mkdir(parents=True, exist_ok=True)
+    words = glosses(unpacked / "usr/share/wordnet")
+    with lzma.open(pack / "wordnet.tsv.xz", "wt", preset=9, encoding="utf-8") as f:
+        f.writelines("\t".join(map(str, row)) + "\n" for row in words)
+    docs = documentation(unpacked / "usr/share/doc/python3.11/html")
+    with lzma.open(pack / "docs.jsonl.xz", "wt", preset=9, encoding="utf-8") as f:
+        f.writelines(json.dumps(d, ensure_ascii=False) + "\n" for d in docs)
+    for name, text in notices(unpacked).items():
+        (pack / name).write_text(text, "utf-8")
+    characters = sum(len(d["text"]) for d in docs)
+    print(f"{len(words)} glosses, {len(docs)} documents, {characters / 1e6:.1f} M characters")
+    corpus = load_corpus(pack, "train", max_files=1500)
+    save_tokenizer(train_tokenizer(corpus), pack)
+    print(f"tokenizer trained; code by package {corpus.characters}")
+
+
 def main() -> None:
     """Command line entry."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="pack texts and train the tokenizer")
     parser.add_argument("unpacked", type=Path, help="folder with the unpacked Debian packages")
     parser.add_argument("pack", type=Path, help="folder to write")
     args = parser.parse_args()
-    args.pack.mkdir(parents=True, exist_ok=True)
-    words = glosses(args.unpacked / "usr/share/wordnet")
-    with lzma.open(args.pack / "wordnet.tsv.xz", "wt", preset=9, encoding="utf-8") as f:
-        f.writelines("\t".join(map(str, row)) + "\n" for row in words)
-    docs = documentation(args.unpacked / "usr/share/doc/python3.11/html")
-    with lzma.open(args.pack / "docs.jsonl.xz", "wt", preset=9, encoding="utf-8") as f:
-        f.writelines(json.dumps(d, ensure_ascii=False) + "\n" for d in docs)
-    characters = sum(len(d["text"]) for d in docs)
-    print(f"{len(words)} glosses, {len(docs)} documents, {characters / 1e6:.1f} M characters")
-    corpus = load_corpus(args.pack, "train", max_files=1500)
-    save_tokenizer(train_tokenizer(corpus), args.pack)
-    print(f"tokenizer trained; code by package {corpus.characters}")
+    prepare(args.unpacked, args.pack)
 
 
 if __name__ == "__main__":

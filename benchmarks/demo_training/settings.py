@@ -34,8 +34,8 @@ class Settings:
         prompts: evaluation prompts a category.
         seed: of the weights and the data.
         backend: ``torch.compile`` backend, or ``none``.
-        resume: folder of an earlier run, or none; its weights replace the initial ones. The
-            optimiser starts anew, so the warm-up matters; choose another seed for other data.
+        resume: folder with the weights and ``summary.json`` of an earlier run, or none; its weights
+            replace the initial ones. The optimiser starts anew; choose another seed for other data.
     """
 
     pack: Path
@@ -46,7 +46,7 @@ class Settings:
     mtp_s: float = 170.0
     index_s: float = 25.0
     total_s: float = 0.0
-    rows: int = 32
+    rows: int = 64
     mtp_rows: int = 32
     learning_rate: float = 2e-3
     mtp_learning_rate: float = 1.5e-3

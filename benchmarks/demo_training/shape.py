@@ -83,6 +83,32 @@ def text_config() -> dict[str, Any]:
         "layer_types": [
             "deepseek_sparse_attention" if k == "M" else "linear_attention" for k in kinds
         ],
+        **_attention(kinds),
+        "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (layers - num_dense),
+        "first_k_dense_replace": num_dense,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 128,
+        "moe_router_dtype": "float32",
+        "n_group": 1,
+        "topk_group": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "swiglu_limit": 10.0,
+        "mhc": True,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+    }
+
+
+def _attention(kinds: str) -> dict[str, Any]:
+    """KDA, latent attention and indexer; ``kinds`` has a K or an M per layer."""
+    return {
         "linear_attn_config": {
             "num_heads": 4,
             "head_dim": 128,
@@ -111,26 +137,7 @@ def text_config() -> dict[str, Any]:
         "index_kpool_always_select_tail": True,
         "index_share_for_mtp_iteration": True,
         "indexer_rope_interleave": True,
-        "indexer_types": ["full"] * layers,
-        "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (layers - num_dense),
-        "first_k_dense_replace": num_dense,
-        "intermediate_size": 256,
-        "moe_intermediate_size": 128,
-        "moe_router_dtype": "float32",
-        "n_group": 1,
-        "topk_group": 1,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "swiglu_limit": 10.0,
-        "mhc": True,
-        "hc_mult": 4,
-        "hc_eps": 1e-6,
-        "hc_sinkhorn_iters": 20,
+        "indexer_types": ["full"] * len(kinds),
     }
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from .assemble import load_shards
 from .corpus import load_corpus, package_licences
+from .generators import TOKEN_SHARES
 from .heldout import teacher_forced, write_held_out
 from .index_phase import index_phase
 from .network import DemoModel, Kernels, from_published, to_published
@@ -159,8 +160,13 @@ def _trained(settings: Settings, say: Callable[[str], None], started: float) -> 
         "settings": {k: str(v) for k, v in dataclasses.asdict(settings).items()},
         "versions": versions(device),
         "machine": machine(),
+        "shares": TOKEN_SHARES,
         "parameters": {"total": total, "target": total - mtp, "mtp": mtp},
     }
+    if settings.resume:
+        previous = json.loads((settings.resume / "summary.json").read_text())
+        kept = {k: previous[k] for k in ("settings", "versions", "shares", "joint", "mtp", "index")}
+        run.report["earlier"] = [*previous.get("earlier", []), kept]
     say(f"{run.report['parameters']} {run.report['versions']} {run.report['settings']}")
     phases = (
         (joint_phase, settings.total_s or settings.joint_s),

@@ -67,7 +67,7 @@ def test_sums_are_right(corpus):
 def test_recall_answer_stands_in_the_first_message(corpus):
     for seed in range(40):
         messages = recall(random.Random(seed), corpus).messages
-        key, value = re.search(r"code of (\S+) is (\d+)\.", messages[-1]["content"]).groups()
+        ((key, value),) = re.findall(r"code of (\S+) is (\d+)\.", messages[-1]["content"])
         assert re.search(rf"{key}(:| is) {value}\b", messages[0]["content"])
 
 
