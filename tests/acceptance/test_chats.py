@@ -221,7 +221,7 @@ BAD = {
 @pytest.fixture(scope="module")
 def disturbed(service, greedy) -> dict[str, httpx.Response]:
     """Answers to all bad requests, each sent while good ones stream; the good ones are checked."""
-    length = CONTEXT // 4
+    length = 320
     expected = greedy(prompt_of(3), length, chat=True)
     answers: dict[str, httpx.Response] = {}
 

@@ -209,6 +209,7 @@ def test_q_off_by_a_temperature_is_caught(llm, logits, monkeypatch):
     assert p_value(sample(llm, SAMPLES, **PLAIN), exact(logits, **PLAIN)) < CAUGHT
 
 
+@pytest.mark.slow
 def test_neighbouring_temperature_is_caught(llm, logits):
     other = {**PLAIN, "temperature": 1.2}
     assert p_value(sample(llm, SAMPLES, **other), exact(logits, **PLAIN)) < CAUGHT

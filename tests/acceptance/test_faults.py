@@ -44,8 +44,8 @@ RECOVERY_LIMIT_S = 60.0
 FREE_LIMIT_S = 20.0
 CLIENT_LIMIT_S = 120.0
 STOP_SLACK_S = 10.0
-CONTEXT = 2048
-ENDLESS = 1900
+CONTEXT = 4096
+ENDLESS = 3900
 LONG = 300
 SOCKET_SLACK = 2
 """Sockets a process of Ray's own may have more or less of from one moment to the next."""
