@@ -13,6 +13,7 @@ import torch
 
 from flare_ray import LLM, SamplingParams
 from flare_ray.cli.outputs import RequestOutput
+from tests.rules.sources import ROOT
 from tests.support.served_glm import engine_settings
 
 pytestmark = pytest.mark.timeout(300)
@@ -25,6 +26,7 @@ PROMPTS = (
 )
 """Their texts end inside the first page, begin on a page boundary, and cross two."""
 LENGTHS = (40, 28, 34, 60)
+DEMO = ROOT / "deployments" / "demo" / "glm"
 BATCHES = range(1, len(PROMPTS) + 1)
 MIN_MARGIN = 1e-3
 """Smallest difference of the two best logits along the texts; float32 sums in another order differ
@@ -132,3 +134,43 @@ def test_greedy_text_is_the_plain_one_for_every_batch(checkpoint, plain, way):
         assert accepted > 0 and rejected > 0, "nothing was tried: the equality proves little"
     elif way.width in (-1, 1):
         assert accepted == rejected == 0
+
+
+# The trained checkpoint, whose drafts are mostly right: long accepted prefixes, not short ones.
+
+QUESTIONS = (
+    "Define principal.",
+    "Write a short story about Mia the fox.",
+    "What is 12 + 7?",
+    "Name three colours.",
+)
+DEMO_WAYS = [
+    pytest.param(way, id=str(way), marks=() if way.ranks == 2 else pytest.mark.slow)
+    for way in (Way(0, 1, 2), Way(0, 2, 1), Way(4, 1, 1), Way(8, 1, 1), Way(8, 4, 2))
+]
+
+
+def ask(way: Way) -> list[RequestOutput]:
+    settings = engine_settings(
+        DEMO,
+        tensor_parallel_size=way.ranks,
+        queue_depth=way.depth,
+        speculation=way.speculation,
+    )
+    with LLM(**settings) as llm:
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        return llm.chat(chats, SamplingParams(temperature=0, max_tokens=64))
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[tuple[int, ...]]:
+    return [output.token_ids for output in ask(Way(-1, 1, 1))]
+
+
+@pytest.mark.parametrize("way", DEMO_WAYS)
+def test_trained_checkpoint_says_the_same_with_speculation(answers, way):
+    outputs = ask(way)
+    assert [output.token_ids for output in outputs] == answers
+    accepted = sum(output.speculation.drafts_accepted for output in outputs)
+    rounds = sum(output.speculation.rounds for output in outputs)
+    assert accepted > rounds / 2, f"{accepted} drafts accepted in {rounds} rounds"
