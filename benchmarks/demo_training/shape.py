@@ -84,6 +84,17 @@ def text_config() -> dict[str, Any]:
             "deepseek_sparse_attention" if k == "M" else "linear_attention" for k in kinds
         ],
         **_attention(kinds),
+        **_feed_forward(layers, num_dense),
+        "mhc": True,
+        "hc_mult": 4,
+        "hc_eps": 1e-6,
+        "hc_sinkhorn_iters": 20,
+    }
+
+
+def _feed_forward(layers: int, num_dense: int) -> dict[str, Any]:
+    """Dense layers first, then mixtures of experts."""
+    return {
         "mlp_layer_types": ["dense"] * num_dense + ["sparse"] * (layers - num_dense),
         "first_k_dense_replace": num_dense,
         "intermediate_size": 256,
@@ -99,10 +110,6 @@ def text_config() -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "swiglu_limit": 10.0,
-        "mhc": True,
-        "hc_mult": 4,
-        "hc_eps": 1e-6,
-        "hc_sinkhorn_iters": 20,
     }
 
 

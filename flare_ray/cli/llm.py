@@ -40,6 +40,8 @@ class EngineSettings(TypedDict, total=False):
     prefill_tokens: int
     queue_depth: Literal[1, 2]
     threads_per_rank: int
+    kv_dtype: Literal["float32", "bfloat16"] | None
+    quantised_activations: Literal["as_declared", "never"]
     eager: bool
     rank_timeout_s: float
     speculation: SpeculationConfig | Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""Settings of the tests of actors, and the one small Ray cluster that those marked ray share."""
+"""Settings of the tests of actors, and the small Ray cluster of those marked ray."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
+    """A cluster a module: one left running would meet the tests of other folders."""
     import ray
 
     # "local": never another cluster that happens to run on this machine.
@@ -33,7 +34,7 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of the scripted checkpoint."""
     return scripted_checkpoint(tmp_path_factory.mktemp("scripted"))
