@@ -19,6 +19,7 @@ from tests.actors.conftest import CPUS
 from tests.actors.ray_support import Listener, is_alive, wait_until
 from tests.actors.test_core import Consumer
 from tests.support.scripted_engine import (
+    MAX_CONTEXT,
     make_request,
     scripted_checkpoint,
     scripted_config,
@@ -104,11 +105,11 @@ def test_tokens_equal_the_single_process_for_every_degree(
 def test_killed_rank_ends_every_call_within_a_second_and_leaves_no_process(
     launch, listener, checkpoint
 ):
-    config = scripted_deployment(checkpoint, tensor_parallel_size=2, context_tokens=4096)
+    config = scripted_deployment(checkpoint, tensor_parallel_size=2, context_tokens=MAX_CONTEXT)
     engine = launch(config)
     pids = pids_of(engine)
     names = ("a", "b", "waiting")
-    references = [submit(engine, listener, name, max_tokens=4000) for name in names]
+    references = [submit(engine, listener, name, max_tokens=60_000) for name in names]
     listener.wait_for_output("a")
     start = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)

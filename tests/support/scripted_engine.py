@@ -11,12 +11,14 @@ from tests.support.scripted.geometry import Script, write_checkpoint
 from tests.support.scripted.recipe import DOTTED
 
 VOCAB_SIZE = 256
+MAX_CONTEXT = 1 << 16
+"""Long enough for generations that no fault test can outwait."""
 
 
 def scripted_checkpoint(folder: Path) -> str:
     """Random rows over 256 tokens, where token n is the byte n; the drafter is right about half
     the time."""
-    write_checkpoint(folder, Script(vocab_size=VOCAB_SIZE, seed=3))
+    write_checkpoint(folder, Script(vocab_size=VOCAB_SIZE, seed=3, max_context_tokens=MAX_CONTEXT))
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(VOCAB_SIZE)}
     steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     tokenizer = {
