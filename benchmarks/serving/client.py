@@ -175,5 +175,17 @@ def run_pass(
     started_s = time.perf_counter()
     with ThreadPoolExecutor(lanes) as pool:
         futures = [pool.submit(work) for _ in range(lanes)]
-        observations = [one for future in futures for one in future.result()]
+        try:
+            observations = [one for future in futures for one in future.result()]
+        except BaseException:
+            _empty(waiting)  # the other lanes end with the request they have
+            raise
     return Pass(lanes, tuple(observations), time.perf_counter() - started_s)
+
+
+def _empty(waiting: queue.SimpleQueue[Prompt]) -> None:
+    while True:
+        try:
+            waiting.get_nowait()
+        except queue.Empty:
+            return

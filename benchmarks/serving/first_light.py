@@ -29,7 +29,7 @@ from benchmarks.serving.arms import TTFT_PROMPT_TOKENS, ServiceArm, Workload, vi
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.peer import PeerJob, PeerResult, run_peer
 from benchmarks.serving.report import BOUNDS, FirstLight, first_light_metrics, print_tables
-from benchmarks.serving.service import Target, open_target
+from benchmarks.serving.service import Target, leave_on_terminate, open_target
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts, mixed
 from benchmarks.support.results import print_result, write_result
 
@@ -195,19 +195,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--checkpoint", type=Path, help="another checkpoint; prints, writes nothing"
     )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, JSON lines")
+    parser.add_argument("--threads", type=int, help="threads a rank; prints, writes nothing")
     parser.add_argument("--port", type=int, help="another port than the deployment's")
     parser.add_argument("--quick", action="store_true", help="smoke run; prints, writes nothing")
     options = parser.parse_args(arguments)
+    leave_on_terminate()
     console = Console()
     try:
-        with open_target(checkpoint=options.checkpoint, port=options.port) as target:
+        with open_target(
+            checkpoint=options.checkpoint, port=options.port, threads=options.threads
+        ) as target:
             prompts = load_prompts(options.prompts, target.checkpoint)
             found = run(target, prompts, QUICK if options.quick else FULL, Progress(console))
     except BenchmarkFailure as failure:
         print(f"first_light failed: {failure}", file=sys.stderr)
         return 2
     print_tables(found, console)
-    return _finish(found, console, official=not options.quick and options.checkpoint is None)
+    changed = options.quick or options.checkpoint is not None or options.threads is not None
+    return _finish(found, console, official=not changed)
 
 
 def _finish(found: FirstLight, console: Console, *, official: bool) -> int:

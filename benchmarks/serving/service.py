@@ -1,7 +1,7 @@
 """The service under measurement: ``flare-ray serve`` in a process tree of its own.
 
-The deployment file is used as it stands unless a checkpoint or a port was asked for; then a copy
-with those values runs. Engine settings of an arm are command-line options, as a user gives them.
+The deployment file is used as it stands unless other values were asked for; then a copy with those
+runs. Engine settings of an arm are command-line options, as a user gives them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -33,6 +34,7 @@ READY_LIMIT_S = 180.0
 STOP_LIMIT_S = 60.0
 ORPHAN_LIMIT_S = 15.0
 POLL_S = 0.1
+LOOK_S = 2.0
 LOG_TAIL_LINES = 30
 # An engine reports its counters once a second; what was true before this pause is in the answer.
 REPORT_PAUSE_S = 1.3
@@ -84,8 +86,10 @@ class Target:
 
 
 @contextlib.contextmanager
-def open_target(*, checkpoint: Path | None = None, port: int | None = None) -> Iterator[Target]:
-    """The demo deployment, with another checkpoint or port where given.
+def open_target(
+    *, checkpoint: Path | None = None, port: int | None = None, threads: int | None = None
+) -> Iterator[Target]:
+    """The demo deployment, with another checkpoint, port or number of threads where given.
 
     Raises:
         BenchmarkFailure: the checkpoint is not there.
@@ -96,7 +100,9 @@ def open_target(*, checkpoint: Path | None = None, port: int | None = None) -> I
         engine["checkpoint"] = str(checkpoint.resolve())
     if port is not None:
         document["http_options"]["port"] = port
-    is_original = checkpoint is None and port is None
+    if threads is not None:
+        engine["threads_per_rank"] = threads
+    is_original = checkpoint is None and port is None and threads is None
     with tempfile.TemporaryDirectory(prefix="flare-bench-") as folder:
         file = DEPLOYMENT
         if not is_original:
@@ -117,12 +123,14 @@ class Service:
 
     Attributes:
         startup_s: start of the process to the first 200 of /health.
+        descendants: processes seen below it so far; they could outlive it.
     """
 
     target: Target
     process: subprocess.Popen[bytes]
     log: Path
-    startup_s: float = field(default=0.0)
+    startup_s: float = 0.0
+    descendants: set[psutil.Process] = field(default_factory=set)
 
     @property
     def pid(self) -> int:
@@ -135,9 +143,13 @@ class Service:
         host, port = self.target.address
         return f"http://{host}:{port}"
 
+    def note_descendants(self) -> None:
+        """Look at the process tree, which is gone from view once its root has died."""
+        self.descendants.update(tree_of(self.pid)[1:])
+
     def metrics(self) -> Exposition:
         """The service's own counters, at most a second old."""
-        answer = httpx.get(f"{self.base_url}/metrics", timeout=10.0)
+        answer = httpx.get(f"{self.base_url}/metrics", timeout=10.0, trust_env=False)
         if answer.status_code != httpx.codes.OK:
             raise BenchmarkFailure(f"/metrics answered {answer.status_code}: {answer.text[:300]}")
         return Exposition.parse(answer.text)
@@ -173,14 +185,22 @@ def serving(target: Target, options: Sequence[str] = ()) -> Iterator[Service]:
         )
         service = Service(target, process, Path(log.name))
         try:
-            wait_until_ready(service)
-            service.startup_s = time.monotonic() - started_s
+            wait_until_ready(service, started_s)
             yield service
         except BaseException:
             sys.stderr.write(f"--- end of the service's output\n{tail(service.log)}\n")
             raise
         finally:
             stop(service)
+
+
+def leave_on_terminate() -> None:
+    """Let SIGTERM unwind this process as Ctrl-C does: dying at once would leave the service."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def service_environment(given: os._Environ[str] | dict[str, str]) -> dict[str, str]:
@@ -203,22 +223,28 @@ def require_free_port(host: str, port: int) -> None:
             raise BenchmarkFailure(f"{host}:{port} is in use: stop that server, or give --port")
 
 
-def wait_until_ready(service: Service) -> None:
-    """Poll /health until it answers 200.
+def wait_until_ready(service: Service, started_s: float) -> None:
+    """Poll /health until it answers 200, and note how long that took.
 
     Raises:
         BenchmarkFailure: the process ended, or the limit passed.
     """
-    deadline_s = time.monotonic() + READY_LIMIT_S
+    now_s = time.monotonic()
+    deadline_s, look_s = now_s + READY_LIMIT_S, now_s + LOOK_S
     last = "no connection"
-    with httpx.Client(timeout=5.0) as client:
-        while time.monotonic() < deadline_s:
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
+        while (now_s := time.monotonic()) < deadline_s:
             status = service.process.poll()
             if status is not None:
                 raise BenchmarkFailure(f"the service ended with status {status} while starting")
+            if now_s >= look_s:
+                look_s = now_s + LOOK_S
+                service.note_descendants()
             try:
                 answer = client.get(f"{service.base_url}/health")
                 if answer.status_code == httpx.codes.OK:
+                    service.startup_s = time.monotonic() - started_s
+                    service.note_descendants()
                     return
                 last = f"status {answer.status_code}"
             except httpx.TransportError as error:
@@ -233,7 +259,7 @@ def stop(service: Service) -> None:
     Raises:
         BenchmarkFailure: something had to be killed.
     """
-    tree = tree_of(service.pid)[1:]
+    service.note_descendants()
     complaint = ""
     if service.process.poll() is None:
         service.process.send_signal(signal.SIGTERM)
@@ -243,7 +269,7 @@ def stop(service: Service) -> None:
             service.process.kill()
             service.process.wait()
             complaint = f"the service did not stop within {STOP_LIMIT_S:.0f} s and was killed"
-    _, remaining = psutil.wait_procs(tree, timeout=ORPHAN_LIMIT_S)
+    _, remaining = psutil.wait_procs(service.descendants, timeout=ORPHAN_LIMIT_S)
     alive = [process for process in remaining if _is_running(process)]
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):

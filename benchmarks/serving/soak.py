@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import NOTHING, MemorySample, MemorySampler, slope_per_s
-from benchmarks.serving.service import Service, open_target, serving
+from benchmarks.serving.service import Service, leave_on_terminate, open_target, serving
 from benchmarks.serving.soak_load import Ledger, Traffic
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
 from benchmarks.support.results import Bound, print_result, write_result
@@ -228,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, JSON lines")
     parser.add_argument("--port", type=int, help="another port than the deployment's")
     options = parser.parse_args(arguments)
+    leave_on_terminate()
     console = Console()
     try:
         with open_target(checkpoint=options.checkpoint, port=options.port) as target:
