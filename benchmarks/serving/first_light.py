@@ -64,7 +64,7 @@ class Size:
 
 
 FULL = Size(
-    per_category=3,
+    per_category=4,
     max_tokens=96,
     repeats=2,
     peer_trial=1,

@@ -277,8 +277,9 @@ def test_function_that_takes_too_long_is_killed():
 
 def test_target_is_the_repositorys_file_unless_something_changes(tmp_path, checkpoint):
     (checkpoint / "config.json").write_text("{}")
-    with open_target(checkpoint=checkpoint, port=4321) as target:
+    with open_target(checkpoint=checkpoint, port=4321, threads=1) as target:
         assert not target.is_original
+        assert target.engine["threads_per_rank"] == 1
         assert target.address == ("127.0.0.1", 4321)
         assert target.checkpoint == checkpoint.resolve()
         copy = target.file
