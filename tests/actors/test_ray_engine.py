@@ -40,8 +40,8 @@ def launch(cluster):
     """Starts engines that end with the test."""
     engines = []
 
-    def start(config):
-        engine = launch_engine(config, application=APPLICATION)
+    def start(config, application=APPLICATION):
+        engine = launch_engine(config, application=application)
         engines.append(engine)
         return engine
 
@@ -168,8 +168,9 @@ def test_refusals_are_answers_with_their_status(launch, listener, checkpoint):
 
 
 def test_engine_is_listed_with_its_metrics_until_it_ends(launch, checkpoint):
-    directory = EngineDirectory(APPLICATION)
-    engine = launch(scripted_deployment(checkpoint))
+    # A namespace of its own: a killed engine's report stays in the others' until it is stale.
+    directory = EngineDirectory("listing")
+    engine = launch(scripted_deployment(checkpoint), application="listing")
     record = msgspec.msgpack.decode(engine.info, type=EngineRecord)
     wait_until(lambda: directory.engines(), timeout_s=5.0, what="a report")
     assert directory.engines() == [record] == [directory.engine(record.engine_id)]
