@@ -7,6 +7,7 @@ the same table that stop matching uses (`controller.grammar.token_bytes`).
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 
 from flare_ray.controller.grammar.token_bytes import load_token_bytes
 from flare_ray.errors import CheckpointError, InvalidRequest
-from flare_ray.frontend.templates.render import ChatTemplate, load_chat_template, split_marked
+from flare_ray.frontend.templates.render import ChatTemplate, load_chat_template
 from flare_ray.recipes.declaration import ChatFormat
 
 Result = TypeVar("Result")
@@ -55,8 +56,14 @@ class TextCodec:
                 table[token] = tag.encode()
         self.token_bytes: tuple[bytes, ...] = tuple(table)
         added = self._tokenizer.get_added_tokens_decoder()
-        special = tuple(added[token].content for token in sorted(known.special_ids))
-        self.template: ChatTemplate | None = load_chat_template(folder, special)
+        control = [added[token].content for token in sorted(added) if added[token].special]
+        # Runs of spaces that some vocabularies add are text, not markup.
+        tags = [
+            added[token].content
+            for token in sorted(added)
+            if not added[token].special and added[token].content.strip()
+        ]
+        self.template: ChatTemplate | None = load_chat_template(folder, control, tags)
         if self.template is not None:
             self._try_template(folder)
 
@@ -71,16 +78,15 @@ class TextCodec:
         tools: Sequence[Mapping[str, Any]] | None,
         options: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
-        """Rendered conversation without marks, and its ids; nothing is added to the template.
+        """Rendered conversation and its ids; nothing is added to the template.
 
-        Control tokens that a client wrote inside a message are encoded as plain text.
+        Control tokens and tags that a client wrote inside a message are encoded as plain text.
 
         Raises:
-            InvalidRequest: the template refuses the messages.
+            InvalidRequest: as `ChatTemplate.pieces`.
         """
         assert self.template is not None
-        rendered = self.template.render(messages, tools=tools, options=options)
-        pieces = split_marked(rendered)
+        pieces = self.template.pieces(messages, tools=tools, options=options)
         ids: list[int] = []
         for text, plain in pieces:
             tokenizer = self._plain if plain else self._tokenizer
@@ -89,9 +95,18 @@ class TextCodec:
 
     @cached_property
     def _plain(self) -> Tokenizer:
-        """The same vocabulary with special tokens read as ordinary text; loaded on first need."""
-        tokenizer = _load(self._file)
-        tokenizer.encode_special_tokens = True
+        """The same vocabulary without its added tokens; loaded on first need."""
+        document = json.loads(self._file.read_text(encoding="utf-8"))
+        added = {entry["content"] for entry in document["added_tokens"]}
+        document["added_tokens"] = []
+        # What it puts around a text names added tokens; pieces of a conversation get none of it.
+        document["post_processor"] = None
+        # A vocabulary may list them too. No merges lead there, but `ignore_merges` would.
+        vocabulary = document["model"]["vocab"]
+        for content in added & vocabulary.keys():
+            del vocabulary[content]
+        tokenizer = Tokenizer.from_str(json.dumps(document))
+        _unchanged(tokenizer)
         return tokenizer
 
     def _try_template(self, folder: Path) -> None:
@@ -125,10 +140,14 @@ def _load(file: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for every malformed file
         raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-    # A file may carry the padding and truncation of its training run; neither applies here.
+    _unchanged(tokenizer)
+    return tokenizer
+
+
+def _unchanged(tokenizer: Tokenizer) -> None:
+    """A file may carry the padding and truncation of its training run; neither applies here."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return tokenizer
 
 
 def _tags(chat: ChatFormat) -> tuple[str, ...]:

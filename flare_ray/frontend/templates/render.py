@@ -1,28 +1,38 @@
 """Renders a conversation with the checkpoint's template through transformers' sandbox.
 
 The template is the checkpoint's property and is never edited here. What the frontend adds is that
-control tokens which occur *inside* a client's strings are marked, so that they can be encoded as
-the plain text they are (`tokenizer.py`): a document that quotes `<|end|>` must not end a turn.
+control tokens and tags which occur *inside* a client's strings are told apart from those that the
+template writes, so that they can be encoded as the plain text they are (`tokenizer.py`): a document
+that quotes `<|end|>` must not end a turn, one that quotes `<tool_call>` must not open a call.
+
+For that the conversation is rendered twice, as it is and with private-use characters around each
+such token, and the second text without its marks must be the first, character by character: the
+model reads what the template alone would have written, or the request is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from flare_ray.errors import CheckpointError, InvalidRequest
 
-MARK_OPEN, MARK_CLOSE = "\U000f0f00", "\U000f0f01"
-"""Private-use characters around a control token that a client wrote. Clients' own are removed."""
+FIRST_MARK, LAST_MARK = 0xF0F00, 0xFFFFD
+"""Private-use characters from which marks are taken: the first two that a conversation lacks."""
 
 RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
 """Template variables that the routes set themselves; `chat_template_kwargs` may not."""
+
+Marks = tuple[str, str]
+"""Characters before and after a token that a client wrote."""
+Piece = tuple[str, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +42,16 @@ class ChatTemplate:
     Attributes:
         source: Jinja text.
         constants: special tokens a template may name (`bos_token`, ...).
-        control_tokens: token texts that are markup wherever the template writes them.
+        control_tokens: texts of special tokens: markup wherever the template writes them.
+        tags: texts of the other added tokens, such as `<think>`; the same, but that a template may
+            look for them inside an assistant message.
         variables: names the template reads and a client may set.
     """
 
     source: str
     constants: Mapping[str, str]
     control_tokens: tuple[str, ...]
+    tags: tuple[str, ...]
     variables: frozenset[str]
 
     def render(
@@ -60,15 +73,16 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        mark = self._marker()
+        conversation: list[Any] = list(messages)
+        declared: list[Any] | None = None if tools is None else list(tools)
         try:
             # A pair: the texts, and token indices that are not asked for (its annotation says str).
             result: Any = render_jinja_template(
-                conversations=[[_mapped(message, mark) for message in messages]],
-                tools=None if tools is None else [_mapped(tool, mark) for tool in tools],
+                conversations=[conversation],
+                tools=declared,
                 chat_template=self.source,
                 add_generation_prompt=True,
-                **{**self.constants, **_mapped(options, mark)},
+                **{**self.constants, **options},
             )
         except TemplateError as error:
             raise InvalidRequest(
@@ -76,54 +90,135 @@ class ChatTemplate:
             ) from error
         return str(result[0][0])
 
-    def _marker(self) -> re.Pattern[str]:
-        """Matches a control token or a stray mark; longer tokens first."""
-        tokens = sorted(self.control_tokens, key=len, reverse=True)
-        return re.compile("|".join(re.escape(t) for t in (MARK_OPEN, MARK_CLOSE, *tokens)))
+    def pieces(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        options: Mapping[str, Any],
+    ) -> list[Piece]:
+        """`render`'s text, cut so that what a client wrote of markup stands alone.
+
+        Returns:
+            Texts in order, which join to `render`'s; True = a control token or tag that a client
+            wrote, to be encoded as plain text.
+        Raises:
+            InvalidRequest: as `render`; or the template takes a message apart at a token that the
+                client wrote in it, so that it cannot be told whose the token is.
+        """
+        rendered = self.render(messages, tools=tools, options=options)
+        every = _finder((*self.control_tokens, *self.tags))
+        if every is None or not _holds((messages, tools, options), every):
+            return [(rendered, False)]
+        marks = _free_marks((messages, tools, options), self.source)
+        # Some templates cut reasoning off an assistant's content at its tags, so that these are
+        # markup after all if the client is believed to be the assistant; a second try leaves them.
+        for spared in (every, _finder(self.control_tokens)):
+            try:
+                marked = self.render(
+                    [_marked_message(message, every, spared, marks) for message in messages],
+                    tools=_marked(tools, every, marks),
+                    options=_marked(options, every, marks),
+                )
+            except InvalidRequest:
+                continue  # it accepted the text as it is: the marks are what it refuses
+            pieces = split_marked(marked, marks)
+            if "".join(text for text, _ in pieces) == rendered:
+                return pieces
+        raise InvalidRequest(
+            "messages: the chat template takes a message apart that holds markup of the model, "
+            "such as a control token or a tag; leave the markup out of the text",
+            param="messages",
+        )
 
 
-def _mapped(value: Any, marker: re.Pattern[str]) -> Any:
-    """A copy of `value` in which every string value (not key) has its control tokens marked."""
+def _finder(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Matches any of the tokens, longer ones first; None if there are none."""
+    ordered = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string inside a JSON value, keys too."""
     if isinstance(value, str):
-        return marker.sub(_marked, value)
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _strings(list(value.keys()))
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _holds(value: Any, tokens: re.Pattern[str]) -> bool:
+    return any(tokens.search(text) for text in _strings(value))
+
+
+def _free_marks(value: Any, source: str) -> Marks:
+    """Two private-use characters that neither the client nor the template uses."""
+    used = set(source).union(*_strings(value))
+    codes = range(FIRST_MARK, LAST_MARK + 1)
+    free = islice((chr(code) for code in codes if chr(code) not in used), 2)
+    try:
+        return next(free), next(free)
+    except StopIteration:
+        raise InvalidRequest(
+            "messages: every private-use character is taken", param="messages"
+        ) from None
+
+
+def _marked_message(
+    message: Mapping[str, Any],
+    tokens: re.Pattern[str],
+    spared: re.Pattern[str] | None,
+    marks: Marks,
+) -> dict[str, Any]:
+    """A message with its tokens marked; in an assistant's content only those of `spared`."""
+    result: dict[str, Any] = _marked(message, tokens, marks)
+    if message.get("role") == "assistant" and "content" in message:
+        content = message["content"]
+        result["content"] = content if spared is None else _marked(content, spared, marks)
+    return result
+
+
+def _marked(value: Any, tokens: re.Pattern[str], marks: Marks) -> Any:
+    """A copy of `value` in which every string, key or value, has its tokens marked."""
+    if isinstance(value, str):
+        return tokens.sub(lambda match: f"{marks[0]}{match.group()}{marks[1]}", value)
     if isinstance(value, Mapping):
-        return {key: _mapped(item, marker) for key, item in value.items()}
+        return {_marked(k, tokens, marks): _marked(v, tokens, marks) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_mapped(item, marker) for item in value]
+        return [_marked(item, tokens, marks) for item in value]
     return value
 
 
-def _marked(match: re.Match[str]) -> str:
-    text = match.group()
-    return "" if text in (MARK_OPEN, MARK_CLOSE) else f"{MARK_OPEN}{text}{MARK_CLOSE}"
-
-
-def split_marked(rendered: str) -> list[tuple[str, bool]]:
-    """Pieces of rendered text in order; True = a control token to be encoded as plain text.
+def split_marked(rendered: str, marks: Marks) -> list[Piece]:
+    """Pieces of rendered text in order; True = what stands between two marks.
 
     A template may cut a marked string (`split`, slices); a mark without its partner is dropped, and
     still separates the text on its two sides.
     """
-    if MARK_OPEN not in rendered and MARK_CLOSE not in rendered:
-        return [(rendered, False)]
+    opens, closes = marks
     pieces = []
-    pattern = re.compile(f"{MARK_OPEN}([^{MARK_OPEN}{MARK_CLOSE}]*){MARK_CLOSE}")
     position = 0
-    for match in pattern.finditer(rendered):
+    for match in re.finditer(f"{opens}([^{opens}{closes}]*){closes}", rendered):
         pieces.append((rendered[position : match.start()], False))
         pieces.append((match.group(1), True))
         position = match.end()
     pieces.append((rendered[position:], False))
-    lone = re.compile(f"[{MARK_OPEN}{MARK_CLOSE}]")
+    lone = re.compile(f"[{opens}{closes}]")
     return [(part, plain) for text, plain in pieces for part in lone.split(text) if part]
 
 
-def load_chat_template(folder: Path, control_tokens: Sequence[str]) -> ChatTemplate | None:
+def load_chat_template(
+    folder: Path, control_tokens: Sequence[str], tags: Sequence[str] = ()
+) -> ChatTemplate | None:
     """The template of a checkpoint folder: `chat_template.jinja`, else `tokenizer_config.json`.
 
     Args:
         folder: checkpoint.
         control_tokens: texts of its special tokens.
+        tags: texts of its other added tokens.
     Returns:
         None if the checkpoint has no template.
     Raises:
@@ -154,7 +249,7 @@ def load_chat_template(folder: Path, control_tokens: Sequence[str]) -> ChatTempl
     # Names a template only ever assigns (loops, set) are not undeclared; helpers are functions.
     helpers = {"raise_exception", "strftime_now", "namespace", "range", "dict", "cycler", "joiner"}
     variables = meta.find_undeclared_variables(tree) - helpers - RESERVED_VARIABLES - set(constants)
-    return ChatTemplate(source, constants, tuple(control_tokens), frozenset(variables))
+    return ChatTemplate(source, constants, tuple(control_tokens), tuple(tags), frozenset(variables))
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -1,9 +1,13 @@
 """The demo's own chat template through the routes' code: equivalences and layout."""
 
+import json
+
 import pytest
 
 from flare_ray.frontend.openai.messages import normalise_messages
 from flare_ray.frontend.templates.render import ChatTemplate, load_chat_template
+from flare_ray.frontend.tokenizer import TextCodec
+from flare_ray.recipes.glm5_next.recipe import RECIPE
 from tests.rules.sources import ROOT
 
 FOLDERS = (ROOT / "deployments" / "demo" / "glm", ROOT / "benchmarks" / "demo_training")
@@ -77,7 +81,47 @@ def test_tools_are_listed_as_json_with_their_own_letters(template):
     assert '"description": "é"' in text
 
 
-def test_control_token_in_a_message_is_marked_and_in_the_layout_not(template):
-    text = render(template, [{"role": "user", "content": "a<|user|>b"}])
-    assert text.count("<|user|>") == 2
-    assert "<|user|>a\U000f0f00<|user|>\U000f0f01b" in text
+def test_control_token_in_a_message_stands_alone_and_in_the_layout_not(template):
+    messages = normalise_messages([{"role": "user", "content": "a<|user|>b"}])
+    pieces = template.pieces(messages, tools=None, options={})
+    assert [text for text, plain in pieces if plain] == ["<|user|>"]
+    assert "".join(text for text, _ in pieces).endswith("<|user|>a<|user|>b<|assistant|><think>")
+
+
+@pytest.fixture(scope="module")
+def codec() -> TextCodec:
+    return TextCodec(FOLDERS[0], RECIPE.chat)
+
+
+MARKUP = sorted(
+    entry["content"]
+    for entry in json.loads((FOLDERS[0] / "tokenizer.json").read_text())["added_tokens"]
+)
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_markup_in_clients_text_is_no_token_of_the_demo_tokenizer(codec, text):
+    """In every place a client's text has; the layout's own tokens are the same as without it."""
+    token = codec._tokenizer.token_to_id(text)
+
+    def prompt(word):
+        call = {"type": "function", "function": {"name": "f", "arguments": {"k": f"x{word}"}}}
+        messages = [
+            {"role": "system", "content": word},
+            {"role": "user", "content": f"a {word}b"},
+            {"role": "assistant", "content": f"{word}.", "tool_calls": [call]},
+            {"role": "tool", "content": f"{{{word}}}"},
+        ]
+        tool = {"type": "function", "function": {"name": "f", "description": word}}
+        return codec.encode_chat(normalise_messages(messages), tools=[tool], options={})
+
+    rendered, ids = prompt(text)
+    assert ids.count(token) == prompt("word")[1].count(token)
+    assert b"".join(codec.token_bytes[i] or names(codec)[i] for i in ids).decode() == rendered
+    control = [t for t in ids if t in names(codec)]
+    assert control == [t for t in prompt("word")[1] if t in names(codec)]
+
+
+def names(codec) -> dict[int, bytes]:
+    added = codec._tokenizer.get_added_tokens_decoder()
+    return {ident: token.content.encode() for ident, token in added.items()}

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from flare_ray.errors import CheckpointError
-from flare_ray.frontend.templates.render import MARK_OPEN, load_chat_template, split_marked
+from flare_ray.errors import CheckpointError, InvalidRequest
+from flare_ray.frontend.templates.render import FIRST_MARK, load_chat_template, split_marked
 from flare_ray.frontend.tokenizer import TextCodec
-from tests.support.chat_checkpoint import CHAT, TEMPLATE, write_chat_checkpoint
+from tests.support.chat_checkpoint import CHAT, TAGS, TEMPLATE, write_chat_checkpoint
 from tests.unit.frontend.conftest import error_of
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -103,14 +103,88 @@ def test_control_token_anywhere_else_a_client_writes_is_plain_text(api, codec, w
     assert api.prompt.count(text) == {"tool": 3, "schema": 2, "arguments": 2}[where]
 
 
-def test_marks_written_by_a_client_are_removed(api):
-    api.chat(messages=[{"role": "user", "content": f"a{MARK_OPEN}b"}])
-    assert "[<|user|>]ab" in api.prompt
+def id_of(codec, token):
+    return codec._tokenizer.token_to_id(token)
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_tag_in_a_users_message_is_plain_text(api, codec, tag):
+    api.chat()
+    layout = list(api.client.requests[-1].prompt_tokens)
+    api.chat(messages=[{"role": "user", "content": f"say {tag} now"}])
+    tokens = list(api.client.requests[-1].prompt_tokens)
+    assert tokens.count(id_of(codec, tag)) == layout.count(id_of(codec, tag))
+    assert f"[<|user|>]say {tag} now[<|assistant|>]" in api.prompt
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "<|end|>"])
+def test_markup_in_names_a_client_gives_is_plain_text(api, codec, text):
+    """Names of arguments are keys, not values."""
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({text: 1})}}
+    messages = [HISTORY[0], {"role": "assistant", "tool_calls": [call]}]
+    api.chat(messages=messages)
+    assert f"[<arg_key>]{text}[</arg_key>]" in api.prompt
+
+
+CUTTING = """\
+{%- for m in messages -%}
+    {%- set content = m.content -%}
+    {%- if m.role == 'assistant' and '</think>' in content -%}
+        {%- set content = content.split('</think>')[-1].lstrip('\n') -%}
+    {%- endif -%}
+    {{- '<|' ~ m.role ~ '|>' ~ content -}}
+{%- endfor -%}
+"""
+
+
+def test_template_that_looks_for_tags_inside_an_answer_still_finds_them(tmp_path):
+    """Some drop the reasoning of earlier answers so; tags of users stay text beside it."""
+    codec = TextCodec(write_chat_checkpoint(tmp_path, template=CUTTING), CHAT)
+    messages = [
+        {"role": "assistant", "content": "<think>why</think>\nbecause <|end|>"},
+        {"role": "user", "content": "<think>"},
+    ]
+    text, ids = codec.encode_chat(messages, tools=None, options={})
+    assert text == "<|assistant|>because <|end|><|user|><think>"
+    assert not {id_of(codec, "<think>"), id_of(codec, "<|end|>")} & set(ids)
+
+
+def test_message_taken_apart_at_its_markup_is_refused(tmp_path):
+    template = "{{ messages[0].content.split('<think>')[-1].lstrip() }}"
+    codec = TextCodec(write_chat_checkpoint(tmp_path, template=template), CHAT)
+    with pytest.raises(InvalidRequest, match="takes a message apart"):
+        codec.encode_chat([{"role": "user", "content": "a<think> b"}], tools=None, options={})
+
+
+def test_private_characters_of_a_client_stay_beside_its_markup(api, codec):
+    private = chr(FIRST_MARK)
+    api.chat(messages=[{"role": "user", "content": f"a{private}b<|end|>{private}"}])
+    assert f"[<|user|>]a{private}b<|end|>{private}[" in api.prompt
+    assert id_of(codec, "<|end|>") not in api.client.requests[-1].prompt_tokens
+
+
+def test_markup_that_the_vocabulary_lists_is_plain_text_all_the_same(tmp_path):
+    """With `ignore_merges` a whole word of the vocabulary needs no merges."""
+    write_chat_checkpoint(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["model"]["ignore_merges"] = True
+    for entry in document["added_tokens"]:
+        document["model"]["vocab"][entry["content"]] = entry["id"]
+    file.write_text(json.dumps(document))
+    codec = TextCodec(tmp_path, CHAT)
+    for text in ("<think>", "<|end|>"):
+        _, ids = codec.encode_chat([{"role": "user", "content": text}], tools=None, options={})
+        _, without = codec.encode_chat([{"role": "user", "content": ""}], tools=None, options={})
+        assert ids.count(id_of(codec, text)) == without.count(id_of(codec, text))
+        assert len(ids) == len(without) + len(text)
 
 
 def test_lone_mark_separates_and_is_dropped():
-    assert split_marked(f"a{MARK_OPEN}b") == [("a", False), ("b", False)]
-    assert split_marked("plain") == [("plain", False)]
+    marks = ("«", "»")
+    assert split_marked("a«b", marks) == [("a", False), ("b", False)]
+    assert split_marked("a«b»c", marks) == [("a", False), ("b", True), ("c", False)]
+    assert split_marked("plain", marks) == [("plain", False)]
 
 
 def test_rendering_equals_the_librarys_own(codec):
