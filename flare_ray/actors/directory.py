@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 
 import msgspec
+from ray._private import state
 from ray.experimental.internal_kv import (
     _internal_kv_del,
     _internal_kv_get,
@@ -30,6 +31,8 @@ STALE_S = 10.0
 """Age at which a report no longer counts; generous, since it is compared across nodes' clocks."""
 REMOVE_S = 120.0
 """Age at which another engine's start removes what a killed one left."""
+ALIVE = "ALIVE"
+"""State of a running actor in Ray's actor table."""
 
 _ENGINE_KEY = "flare:engine:"
 _METRICS_KEY = "flare:metrics:"
@@ -40,12 +43,14 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         secret: start-up secret that its stream batches carry.
+        actor_id: hexadecimal id of the actor it runs in.
         max_prompt_tokens: longest prompt accepted.
         started_s: wall-clock seconds of its readiness.
     """
 
     engine_id: str
     secret: bytes
+    actor_id: str
     manifest: PreparedManifest
     max_prompt_tokens: int
     started_s: float
@@ -100,6 +105,11 @@ class EngineDirectory:
         """The record of one engine, None if it has none."""
         raw = _internal_kv_get(_ENGINE_KEY + engine_id, namespace=self._namespace)
         return None if raw is None else _decode_record(raw)
+
+    def alive(self, record: EngineRecord) -> bool:
+        """Whether the cluster knows of no end of the engine's process; it learns of a killed one
+        within a fraction of a second, long before the engine's reports are missed."""
+        return state.actors(actor_id=record.actor_id).get("State") == ALIVE
 
     def engines(self) -> list[EngineRecord]:
         """Engines with a fresh report that take requests, by id."""

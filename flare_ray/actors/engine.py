@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import msgspec
+import ray
 from ray import serve
 
 from flare_ray.actors.core import EngineCore, EngineParts, new_engine_id
@@ -218,6 +219,7 @@ class EngineHost:
         return EngineRecord(
             engine_id=self.engine_id,
             secret=self._secret,
+            actor_id=ray.get_runtime_context().get_actor_id() or "",
             manifest=manifest,
             max_prompt_tokens=longest if limit is None else min(limit, longest),
             started_s=time.time(),

@@ -77,8 +77,9 @@ class HandleCall:
 class EngineFinder:
     """What HTTP replicas ask the directory; each question is a blocking call on a thread.
 
-    An engine that was killed leaves a last report that says "ready". Reports are compared with
-    what this replica saw before, on its own clock: one that has stopped changing is no engine.
+    An engine that was killed leaves a last report that says "ready": the cluster is asked whether
+    its process has ended. One that hangs is told by its reports alone. They are compared with what
+    this replica saw before, on its own clock: one that has stopped changing is no engine.
     """
 
     def __init__(self, application: str, config: DeploymentConfig) -> None:
@@ -102,7 +103,7 @@ class EngineFinder:
             if not report.ready or now_s - self._seen[report.engine_id][1] > SILENT_S:
                 continue
             record = self._directory.engine(report.engine_id)
-            if record is not None:
+            if record is not None and self._directory.alive(record):
                 return _info(record)
         return None
 

@@ -1,5 +1,6 @@
 """Engine and ranks as Ray actors: equal tokens for every degree, faults, cancellation, ends."""
 
+import asyncio
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from flare_ray.actors.listener import RankListener
 from flare_ray.actors.placement import preflight
 from flare_ray.contracts.messages import Admitted, Failed, Finished
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
+from flare_ray.frontend.router import EngineFinder
 from tests.actors.conftest import CPUS
 from tests.actors.ray_support import Listener, is_alive, wait_until
 from tests.actors.test_core import Consumer
@@ -33,6 +35,8 @@ NAMES = ("one", "two", "three")
 FIXED = {"policy": "fixed"}
 FAULT_LIMIT_S = 1.0
 RELEASE_LIMIT_S = 10.0
+NOTICED_LIMIT_S = 1.5
+"""Of a killed engine; its reports are missed after SILENT_S, which is longer."""
 
 
 @pytest.fixture
@@ -143,6 +147,20 @@ def test_killed_engine_takes_its_ranks_along(launch, listener, checkpoint):
     wait_until(
         lambda: not any(is_alive(pid) for pid in pids), timeout_s=RELEASE_LIMIT_S, what="exits"
     )
+
+
+def test_killed_engine_stops_counting_as_ready_while_its_last_report_is_fresh(launch, checkpoint):
+    application = "killed-engine"
+    engine = launch(scripted_deployment(checkpoint), application)
+    finder = EngineFinder(application, scripted_deployment(checkpoint))
+    directory = EngineDirectory(application)
+    wait_until(lambda: asyncio.run(finder.ready()), timeout_s=RELEASE_LIMIT_S, what="ready")
+    os.kill(ray.get(engine.actor.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+    took_s = wait_until(
+        lambda: asyncio.run(finder.ready()) is None, timeout_s=RELEASE_LIMIT_S, what="not ready"
+    )
+    assert took_s < NOTICED_LIMIT_S
+    assert [report.ready for report in directory.reports()] == [True]
 
 
 def test_cancelled_call_ends_its_request(launch, listener, checkpoint):

@@ -101,6 +101,7 @@ class Directory:
 
     def __init__(self):
         self.listed = {}
+        self.ended = set()
 
     def put(self, engine_id, time_s, *, ready=True):
         self.listed[engine_id] = EngineReport(
@@ -123,10 +124,14 @@ class Directory:
         return EngineRecord(
             engine_id=engine_id,
             secret=b"s" + engine_id.encode(),
+            actor_id="a" + engine_id,
             manifest=MANIFEST,
             max_prompt_tokens=100,
             started_s=1.0,
         )
+
+    def alive(self, record):
+        return record.actor_id not in self.ended
 
 
 @pytest.fixture
@@ -167,6 +172,16 @@ def test_report_that_stops_changing_is_no_engine_whatever_its_clock_says(directo
     assert ready(finder) == "next"
     directory.put("killed", 9e9 + 1)
     assert ready(finder) == "killed"
+
+
+def test_fresh_report_of_an_engine_that_ended_is_no_engine(directory, clock):
+    finder = EngineFinder("a", CONFIG)
+    directory.put("killed", 6.0)
+    directory.put("other", 5.0)
+    directory.ended.add("akilled")
+    assert ready(finder) == "other"
+    directory.ended.add("aother")
+    assert ready(finder) is None
 
 
 def test_secret_of_an_unknown_engine_is_none(directory):
