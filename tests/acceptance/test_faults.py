@@ -250,6 +250,21 @@ async def until(service: Service, *, running: int, waiting: int) -> None:
     await asyncio.to_thread(wait_for, reached, FREE_LIMIT_S, f"{running} run, {waiting} wait")
 
 
+def test_roles_of_processes_are_known_while_they_work(service):
+    """The measure of the tests below: Ray renames a process for the time of each call."""
+    service.wait_idle(FREE_LIMIT_S)
+    idle = {role: service.pids(role) for role in (ENGINE, INGRESS, RANK)}
+    assert [len(idle[role]) for role in (ENGINE, INGRESS, RANK)] == [1, 1, 2]
+    with httpx.stream(
+        "POST",
+        f"{service.url}/v1/completions",
+        json=body("so ", ENDLESS, stream=True),
+        timeout=CLIENT_LIMIT_S,
+    ) as answer:
+        next(answer.iter_lines())
+        assert {role: service.pids(role) for role in idle} == idle
+
+
 # Slow: its one-second limit is meant for a machine that does nothing else.
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])

@@ -259,7 +259,7 @@ class Service(Tree):
             raise AssertionError("\n".join([str(error), *shown, self.tail()])) from None
 
     def pids(self, role: str) -> list[int]:
-        """Processes whose command line says `role`, oldest first."""
+        """Processes that run `role`, oldest first."""
         found = [p for p in self.processes() if _role(p) == role]
         return [p.pid for p in sorted(found, key=psutil.Process.create_time)]
 
@@ -272,11 +272,27 @@ class Service(Tree):
 ENGINE, INGRESS, RANK = "Engine", "Ingress", "RankActor"
 
 
+ACTOR_LINE = ":actor_name:"
+LOG_HEAD_BYTES = 1 << 16
+
+
 def _role(process: psutil.Process) -> str:
-    """Ray names its workers by what they run; everything else is "other"."""
-    words = process.cmdline()
-    title = words[0] if words else ""
-    return next((role for role in (ENGINE, INGRESS, RANK) if title.endswith(role)), "other")
+    """What a worker runs, by the line that Ray writes at the head of its log when it becomes an
+    actor; everything else is "other".
+
+    Its title says so too, but Ray changes that whenever the actor begins or ends a call.
+    """
+    try:
+        log = os.readlink(f"/proc/{process.pid}/fd/1")
+        if not Path(log).name.startswith("worker-"):
+            return "other"
+        with open(log, "rb") as file:
+            head = file.read(LOG_HEAD_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return "other"  # it has ended, and is found in no other way either
+    names = [line.removeprefix(ACTOR_LINE) for line in head if line.startswith(ACTOR_LINE)]
+    name = names[-1] if names else ""
+    return next((role for role in (ENGINE, INGRESS, RANK) if name.endswith(role)), "other")
 
 
 def _bound_paths(inodes: set[str]) -> frozenset[str]:
