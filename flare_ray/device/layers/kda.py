@@ -57,7 +57,7 @@ class KdaBlock:
         self._lower_bound = lower_bound
         self._joint = Linear(weights.joint)
         self._taps = weights.taps
-        self._gates = weights.gates.contiguous()
+        self._gates = [Linear(gate.t().contiguous()) for gate in weights.gates]
         # sigmoid(exp(A) (g + dt)) and sigmoid(z) in one pass: factors and offsets of both gates
         factor = weights.a_log.exp().repeat_interleave(dim)
         self._factor = torch.stack((factor, torch.ones_like(factor))).unsqueeze(1)
@@ -82,8 +82,9 @@ class KdaBlock:
         channels = 3 * heads * dim
         joint = self._joint(x)
         mixed = short_conv(self._join(joint[:, :channels], rows, window), self._taps)
-        inner = joint[:, channels + heads :].unflatten(1, (2, dim)).transpose(0, 1)
-        gates = torch.addcmul(self._offset, torch.bmm(inner, self._gates), self._factor)
+        inner = joint[:, channels + heads :]
+        outer = [gate(half) for gate, half in zip(self._gates, inner.chunk(2, dim=1), strict=True)]
+        gates = torch.addcmul(self._offset, torch.stack(outer), self._factor)
         gates = gates.sigmoid_()
         beta = torch.sigmoid(joint[:, channels : channels + heads].to(torch.float32))
         delta_rows = DeltaRows(

@@ -7,7 +7,7 @@ lowest token id on every path: top-k keeps exactly k, the nucleus takes equal pr
 
 The nucleus needs no sort: the boundary probability is found exactly by a three-digit radix descent
 over the bits of the probabilities (non-negative floats order like their bit patterns), about a
-quarter of a sort's cost at 8,192 tokens.
+quarter of a sort's cost at 8,192 tokens. On CPU one compiled pass per digit does the same.
 """
 
 from __future__ import annotations
@@ -131,6 +131,10 @@ def target_probs(logits: Tensor, params: FilterParams) -> Tensor:
         scaled = torch.where(kept, scaled, float("-inf"))
     probs = torch.softmax(scaled, -1)
     filtered = params.any_top_p or params.any_min_p
+    if filtered and probs.device.type == "cpu":
+        from flare_ray.device.sampling import numba
+
+        return numba.filter_rows(probs, params.top_p, params.min_p)
     if params.any_top_p:
         probs = torch.where(nucleus_mask(probs, top_p), probs, 0.0)
     if params.any_min_p:

@@ -6,10 +6,16 @@ query's position, for contexts so short that selection keeps everything.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.indexed_attention import reference
+
+
+IN_PLACE_ROWS = 8
+"""Most rows B * T for which the compiled form beats two batched products on CPU: at 128 positions of
+512 and 4 heads, 1, 2, 6 rows take 35, 60, 160 us against 97, 115, 168 (Zen 4 core)."""
 
 
 def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:
@@ -51,5 +57,16 @@ def causal_attention(
     expect_shape("bias", bias, batch, width, None)
     expect_shape("cache", cache, None, dim)
     expect_shape("read", read, batch * bias.shape[2])
+    if _reads_in_place(query, cache):
+        from flare_ray.device.ops.indexed_attention import numba
+
+        return numba.causal_attention(query, cache, read, bias, scale=scale)
     taken = cache.index_select(0, read).view(batch, bias.shape[2], dim)
     return reference.causal_attention(query, taken, bias, scale=scale)
+
+
+def _reads_in_place(query: Tensor, cache: Tensor) -> bool:
+    """Whether the compiled form applies: a few float32 rows on CPU, heads in groups of four."""
+    batch, width, heads, _ = query.shape
+    few = batch * width <= IN_PLACE_ROWS and heads % 4 == 0
+    return few and cache.device.type == "cpu" and cache.dtype == query.dtype == torch.float32

@@ -75,6 +75,12 @@ class DeltaRule:
         _check(rows, saved, batch * width)
         if width > self._max_width:
             raise ContractViolation(f"{width} rows in a round, prepared for {self._max_width}")
+        if saved.rows.device.type == "cpu" and saved.rows.is_contiguous():
+            from flare_ray.device.ops.kda import numba
+
+            decay = rows.log_decay.exp()
+            places = {"saved": saved.rows, "read": saved.read, "write": saved.write}
+            return numba.run(rows.qkv, decay, rows.beta, **places)
         state = saved.rows.index_select(0, saved.read)
         inputs = (rows.qkv, rows.log_decay, rows.beta, state)
         if self._unrolls:

@@ -7,6 +7,7 @@ SEL(t)  = tokens of the best pools among those finished by t, and of the unfinis
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
@@ -25,6 +26,10 @@ def pool_keys(rows: Tensor, ape: Tensor) -> Tensor:
         ContractViolation: shapes disagree.
     """
     expect_shape("rows", rows, None, ape.shape[0], 2, ape.shape[1])
+    if rows.device.type == "cpu" and rows.dtype == torch.float32:
+        from flare_ray.device.ops.pooled_index import numba
+
+        return numba.pool_keys(rows, ape)
     return reference.pool_keys(rows, ape)
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.router import reference
+
+COMPILED_ROWS = 32
+"""Most rows of the compiled form; more are better multiplied together."""
 
 
 def route(
@@ -26,4 +30,9 @@ def route(
     """
     expect_shape("x", x, None, weight.shape[1])
     expect_shape("bias", bias, weight.shape[0])
+    few = x.shape[0] <= COMPILED_ROWS and x.is_contiguous()
+    if few and x.device.type == "cpu" and x.dtype == torch.float32:
+        from flare_ray.device.ops.router import numba
+
+        return numba.route(x, weight, bias, top_k=top_k, scale=scale)
     return reference.route(x, weight, bias, top_k=top_k, scale=scale)

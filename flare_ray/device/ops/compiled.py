@@ -1,0 +1,94 @@
+"""How CPU kernels of our own are compiled: numba, to machine code at import, kept on disk.
+
+What Triton is to the GPU, numba is here: it takes the few places where a chain of small torch
+operators, or a product of one row, costs more to dispatch than to compute.
+
+Kernels take addresses and sizes, since turning a tensor into an array costs four operators; an
+adapter therefore checks type, shape and contiguity before it passes `Tensor.data_ptr()` on, and
+holds the tensor until the call returns. Kernels use one thread.
+
+Only the adapters named `numba.py` import this module, and only when a CPU program is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic
+
+REASSOCIATING = {"reassoc", "contract", "nsz"}
+"""Sums in any order, fused multiply-adds; no assumption about infinities or NaN."""
+
+
+def kernel(
+    arguments: str, *, ordered: bool = False
+) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function of numbers, or load it from numba's disk cache.
+
+    Args:
+        arguments: a letter for each: i = address, size or other integer, f = float.
+        ordered: float arithmetic exactly as written, as ties and thresholds need.
+    """
+    kinds = {"i": types.int64, "f": types.float64}
+    signature = types.void(*(kinds[letter] for letter in arguments))
+    fast: Any = False if ordered else REASSOCIATING
+    return njit(signature, cache=True, nogil=True, error_model="numpy", fastmath=fast)
+
+
+def inner(function: Callable[..., Any]) -> Any:
+    """A function that kernels call; compiled with them, sums in any order."""
+    return njit(function, error_model="numpy", fastmath=REASSOCIATING)
+
+
+def inner_ordered(function: Callable[..., Any]) -> Any:
+    """As `inner`, with float arithmetic as written."""
+    return njit(function, error_model="numpy")
+
+
+@intrinsic
+def _pointer(context: Any, address: Any, element: Any) -> Any:
+    """A typed pointer to an address; `element` is a numpy scalar type."""
+    target = types.CPointer(element.dtype)
+
+    def convert(inside: Any, builder: Any, _type: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], inside.get_value_type(target))
+
+    return target(address, element), convert
+
+
+@njit
+def vector(address, size, element):
+    """[size] elements at an address."""
+    return carray(_pointer(address, element), (size,))
+
+
+@njit
+def matrix(address, rows, columns, element):
+    """[rows, columns] elements at an address."""
+    return carray(_pointer(address, element), (rows, columns))
+
+
+@njit
+def cube(address, first, rows, columns, element):
+    """[first, rows, columns] elements at an address."""
+    return carray(_pointer(address, element), (first, rows, columns))
+
+
+@intrinsic
+def widen(context: Any, value: Any) -> Any:
+    """float32 of a stored number: a float32 as it is, the bits of a bfloat16 exactly.
+
+    Args:
+        value: float32, or uint16 holding bfloat16 bits.
+    """
+    if value == types.float32:
+        return types.float32(types.float32), lambda _context, _builder, _type, args: args[0]
+
+    def from_bits(_context: Any, builder: Any, _type: Any, args: Any) -> Any:
+        wide = builder.zext(args[0], ir.IntType(32))
+        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
+
+    return types.float32(types.uint16), from_bits
