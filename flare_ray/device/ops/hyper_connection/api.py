@@ -8,13 +8,14 @@
 An eager round pays per operator, and the Sinkhorn passes are most of a site. Two things keep their
 number down: the streams' norm divides the projected coefficients, not the streams; and a pass over
 [R, n * n] is one product with a constant matrix of zeros and ones, and one division. The rows carry
-a last entry of 1, which brings eps into every sum.
+a last entry of 1, which brings eps into every sum. On CPU in float32 a site is two compiled calls.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,9 @@ class HyperConnection:
         device = projection.device
         repeats = torch.tensor([n, n, n * n], device=device)
         # The norm is hypot(|f|, sqrt(norm_eps * nH)) / sqrt(nH): its root goes into the weights.
-        factor = torch.repeat_interleave(scale, repeats) * math.sqrt(flat)
-        self._projection = (projection * factor.unsqueeze(1)).t().contiguous()
+        factor = torch.repeat_interleave(scale, repeats)
+        root = math.sqrt(flat)
+        self._projection = (projection * (factor * root).unsqueeze(1)).t().contiguous()
         self._base = base.clone()
         self._floor = torch.full((1,), math.sqrt(shape.norm_eps * flat), device=device)
         self._iterations = shape.iterations
@@ -75,12 +77,20 @@ class HyperConnection:
             torch.cat((same.to(torch.float32), self._eps_row.unsqueeze(0)))
             for same in (same_column, same_row)
         ]
+        self._site: Any = None
+        if device.type == "cpu":
+            self._site = _compiled_site(projection, factor, base, shape)
         self._offset = torch.tensor([shape.eps] * n + [0.0] * n, device=device)
         self._factor = torch.tensor([1.0] * n + [2.0] * n, device=device)
 
     def mix_in(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         """Streams [R, n, H] -> (block input [R, H] of their type, the coefficients for mix_out)."""
         expect_shape("streams", streams, None, self._n, None)
+        if self._site is not None and streams.dtype == torch.float32:
+            from flare_ray.device.ops.hyper_connection import numba
+
+            x, post, mix = numba.mix_in(streams, self._site)
+            return x, StreamMix(post, mix)
         n = self._n
         flat = streams.flatten(1)
         wide = flat.to(torch.float32)
@@ -111,6 +121,16 @@ class HyperConnection:
         return mix.view(rows, n, n)
 
 
+def _compiled_site(projection: Tensor, factor: Tensor, base: Tensor, shape: SinkhornShape) -> Any:
+    """The site as the compiled form takes it; `factor` [(2 + n) n] scales the projection's rows."""
+    from flare_ray.device.ops.hyper_connection import numba
+
+    scaled = (projection * factor.unsqueeze(1)).contiguous()
+    return numba.Site(
+        scaled, base.contiguous().clone(), shape.iterations, shape.eps, shape.norm_eps
+    )
+
+
 def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
     """new[j] = post[j] * block + sum over i of mix[i, j] * streams[i].
 
@@ -124,6 +144,11 @@ def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
         ContractViolation: shapes disagree.
     """
     expect_shape("block", block, streams.shape[0], streams.shape[2])
+    if streams.device.type == "cpu" and streams.dtype == block.dtype == torch.float32:
+        from flare_ray.device.ops.hyper_connection import numba
+
+        mix = site.mix.contiguous()
+        return numba.mix_out(block, streams, site.post.contiguous(), mix)
     mixed = site.post.unsqueeze(2) * block.to(torch.float32).unsqueeze(1)
     mixed.baddbmm_(site.mix.transpose(1, 2), streams.to(torch.float32))
     return mixed.to(streams.dtype)
