@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -22,6 +24,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from flare_ray.actors.checkpoint import check_checkpoint
 from flare_ray.actors.preflight import (
     NodeResources,
     candidate_nodes,
@@ -34,6 +37,8 @@ from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.errors import CapacityError, ConfigError
 
 logger = logging.getLogger("ray.serve.flare")
+
+Result = TypeVar("Result")
 
 ENGINE_DEPLOYMENT = "Engine"
 """Name of the Serve deployment of engines; part of the names of its placement groups."""
@@ -50,12 +55,13 @@ def preflight(config: DeploymentConfig) -> None:
     """Refuse a deployment that could only wait: too few CPUs or GPUs, or no checkpoint.
 
     Waits `placement_timeout_s` for nodes that are joining, once for all attempts of one deployment,
-    and not at all if the checkpoint is missing.
+    and not at all if the checkpoint is missing or damaged.
     Runs where the application is built, and in the command line before it; needs a connected Ray.
 
     Raises:
         CapacityError: naming what is needed, what each node has, and the demo to try.
         ConfigError: naming the missing checkpoint files and the demo to try.
+        CheckpointError: as `check_checkpoint`.
     """
     limit_s = config.engine_deployment.placement_timeout_s
     wait = _SharedWait(config)
@@ -63,12 +69,16 @@ def preflight(config: DeploymentConfig) -> None:
     nodes = cluster_nodes()
     missing = _checkpoint_problem(config, nodes)
     problem = placement_problem(config, nodes)
+    if not missing:
+        _check_checkpoints(config, nodes)
     while problem and not missing and time.monotonic() < deadline:
         time.sleep(POLL_S)
         nodes = cluster_nodes()
         problem = placement_problem(config, nodes)
         if not problem:
             missing = _checkpoint_problem(config, nodes)
+            if not missing:
+                _check_checkpoints(config, nodes)
     hint = demo_hint(config.model_name)
     if problem:
         waited = "" if missing else f" after {limit_s:g} s (placement_timeout_s)"
@@ -133,26 +143,43 @@ def cluster_nodes() -> list[NodeResources]:
 
 def _checkpoint_problem(config: DeploymentConfig, nodes: list[NodeResources]) -> str:
     """What the first node that could host an engine, but lacks its checkpoint, lacks."""
-    here = ray.get_runtime_context().get_node_id()
     for node in candidate_nodes(config, nodes)[:MAX_CHECKED_NODES]:
-        if node.node_id == here:
-            problem = checkpoint_problem(config.engine)
-        else:
-            problem = _ask_node(node, config.engine)
-        if problem:
+        if problem := _on_node(node, checkpoint_problem, config.engine):
             return problem
     return ""
 
 
-def _ask_node(node: NodeResources, config: EngineConfig) -> str:
+def _check_checkpoints(config: DeploymentConfig, nodes: list[NodeResources]) -> None:
+    """Check the headers of the checkpoint on each node that could host an engine.
+
+    Raises:
+        CheckpointError, ConfigError: as `check_checkpoint` of the first node that raises.
+    """
+    for node in candidate_nodes(config, nodes)[:MAX_CHECKED_NODES]:
+        _on_node(node, check_checkpoint, config.engine)
+
+
+def _on_node(
+    node: NodeResources, look: Callable[[EngineConfig], Result], config: EngineConfig
+) -> Result:
+    """`look(config)` on a node; its exceptions come back as they are.
+
+    Raises:
+        ConfigError: the node did not answer in time.
+    """
+    if node.node_id == ray.get_runtime_context().get_node_id():
+        return look(config)
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
-    task = ray.remote(checkpoint_problem).options(num_cpus=0, scheduling_strategy=there)
-    reference = task.remote(config)
+    reference = ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(config)
     try:
-        return ray.get(reference, timeout=CHECK_LIMIT_S)
-    except ray.exceptions.GetTimeoutError:
+        return cast(Result, ray.get(reference, timeout=CHECK_LIMIT_S))
+    except ray.exceptions.GetTimeoutError as error:
         ray.cancel(reference, force=True)
-        return f"node {node.host} did not look at its checkpoint folder in {CHECK_LIMIT_S:g} s"
+        raise ConfigError(
+            f"engine.checkpoint: node {node.host} did not look at its folder in {CHECK_LIMIT_S:g} s"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
 
 
 def own_placement_group(config: DeploymentConfig) -> PlacementGroup:

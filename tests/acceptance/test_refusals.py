@@ -225,12 +225,16 @@ def test_serve_names_every_damaged_tensor(damaged, tmp_path, free_port):
     served = Tree([*FLARE_RAY, "serve", str(file)], tmp_path / "damaged.log")
     try:
         status = served.wait(COMMAND_LIMIT_S)
+        took_s = time.monotonic() - served.started_s
         assert not served.processes()
     finally:
         served.kill()
     assert status == 2, served.tail()
     text = served.text()
     assert_names_every_damage(text[text.rindex("error: ") :])
+    assert took_s < REFUSAL_LIMIT_S, f"{took_s:.1f} s, {machine_load()}"
+    # Headers are read before Serve starts: no attempt to construct an engine, let alone three.
+    assert "ServeController" not in text
 
 
 # The same, one fault at a time, in a checkpoint that no memory would hold.
