@@ -13,12 +13,13 @@ import ray
 from pydantic import BaseModel
 from ray import serve
 from ray.serve._private import api as serve_api
-from ray.serve._private.common import DeploymentStatus
+from ray.serve._private.common import DeploymentStatus, ReplicaState
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, SERVE_NAMESPACE
 from ray.serve.config import gRPCOptions
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ServeDeploySchema
 
+from flare_ray.actors.draining import Drain
 from flare_ray.actors.engine import Engine, engine_options
 from flare_ray.actors.placement import ENGINE_DEPLOYMENT, preflight
 from flare_ray.config import DeploymentConfig
@@ -30,9 +31,10 @@ logger = logging.getLogger("ray.serve.flare")
 DEPLOYMENTS = (ENGINE_DEPLOYMENT, INGRESS_DEPLOYMENT)
 """Names that entries of `deployments:` may have."""
 FAILED_DEPLOYMENT = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
+IMPORT_PATH = f"{__name__}:build"
 DRAIN_GRACE_S = 15.0
-"""Seconds beyond `graceful_shutdown_s` in which Serve removes replicas that have drained."""
-DRAIN_POLL_S = 0.1
+"""Seconds beyond `graceful_shutdown_s` for which new requests stay refused: Serve ends within."""
+DRAIN_POLL_S = 0.25
 
 
 def build(args: DeploymentConfig) -> serve.Application:
@@ -82,6 +84,10 @@ class LocalServe:
     def __init__(self, document: Mapping[str, Any], configs: Iterable[DeploymentConfig]) -> None:
         self._schema = ServeDeploySchema.model_validate(document)
         self._configs = tuple(configs)
+        applications = self._schema.applications
+        own = [app.name for app in applications if app.import_path == IMPORT_PATH]
+        self._drains = {name: Drain(name) for name in own}
+        self._others = [app.name for app in applications if app.name not in own]
 
     def start(self) -> None:
         """Connect to Ray (starting it where there is none), check, and submit the applications.
@@ -93,6 +99,8 @@ class LocalServe:
             ray.init(namespace=SERVE_NAMESPACE, include_dashboard=False)
         for config in self._configs:
             preflight(config)
+        for drain in self._drains.values():
+            drain.clear()  # what a stop that was itself killed may have left
         schema = self._schema
         client = serve_api.serve_start(
             http_options=schema.http_options.model_dump(),
@@ -119,28 +127,43 @@ class LocalServe:
         return len(running) == len(names)
 
     def stop(self) -> None:
-        """Let open requests end, stop the applications, then leave the cluster, and end it if it is
-        ours."""
+        """Refuse new requests, let open ones end, stop the applications, then leave the cluster,
+        and end it if it is ours."""
         if ray.is_initialized():
             self._drain()
             serve.shutdown()
+            for drain in self._drains.values():
+                drain.clear()
         self.abandon()
 
     def _drain(self) -> None:
-        """Remove the applications while the HTTP proxy still carries their open responses: Serve's
-        own shutdown would end the proxy at once, and give the rest 30 s."""
+        """Wait until no request of our applications is open. Serve's own shutdown would answer new
+        requests with a 404, end the HTTP proxy at once, and give open responses 30 s."""
         client = _get_global_client(raise_if_no_controller_running=False)
         if client is None:
             return
-        names = {application.name for application in self._schema.applications}
         given_s = [config.engine_deployment.graceful_shutdown_s for config in self._configs]
-        deadline_s = time.monotonic() + max(given_s, default=0.0) + DRAIN_GRACE_S
-        client.delete_apps(sorted(names), blocking=False)
-        while names & serve.status().applications.keys():
-            if time.monotonic() >= deadline_s:
-                logger.warning("the applications did not drain in time; they are stopped")
-                return
+        limit_s = max(given_s, default=0.0)
+        deadline_s = time.monotonic() + limit_s
+        for drain in self._drains.values():
+            drain.ask(limit_s + DRAIN_GRACE_S)
+        if self._others:
+            client.delete_apps(self._others, blocking=False)
+        while time.monotonic() < deadline_s:
             time.sleep(DRAIN_POLL_S)
+            if self._drained():
+                return
+        logger.warning("requests are open after %g s (graceful_shutdown_s); they end now", limit_s)
+
+    def _drained(self) -> bool:
+        applications = serve.status().applications
+        for name, drain in self._drains.items():
+            if name in applications:
+                ingress = applications[name].deployments.get(INGRESS_DEPLOYMENT)
+                states = {} if ingress is None else ingress.replica_states
+                if not drain.drained(states.get(ReplicaState.RUNNING, 0)):
+                    return False
+        return not applications.keys() & set(self._others)
 
     def abandon(self) -> None:
         """Leave the cluster without draining."""

@@ -73,6 +73,8 @@ class RemoteClient:
 
     Attributes:
         calls: watchers of open calls; held here so that one outlives the stream it belongs to.
+        draining: no new request is taken; those that are open go on.
+        streams: open requests.
     """
 
     def __init__(
@@ -90,6 +92,8 @@ class RemoteClient:
         self._find = find
         self._metrics = metrics
         self.calls: set[asyncio.Task[None]] = set()
+        self.draining = False
+        self.streams: set[RemoteStream] = set()
         self._lookup = asyncio.Lock()
         self._known: EngineInfo | None = None
         self._known_s = -INFO_AGE_S
@@ -97,6 +101,7 @@ class RemoteClient:
     async def open(self, request: GenerationRequest) -> RemoteStream:
         """See `EngineClient.open`."""
         stream = RemoteStream(self, request)
+        self.streams.add(stream)
         try:
             await stream.admit()
         except BaseException:
@@ -106,6 +111,15 @@ class RemoteClient:
 
     async def info(self) -> EngineInfo:
         """See `EngineClient.info`."""
+        if self.draining:
+            raise Overloaded(
+                "the service is shutting down and takes no new requests",
+                retry_after_s=UNAVAILABLE_RETRY_S,
+                status=503,
+            )
+        return await self._engine_info()
+
+    async def _engine_info(self) -> EngineInfo:
         async with self._lookup:
             if time.monotonic() - self._known_s >= INFO_AGE_S:
                 self._known = await self._find()
@@ -127,7 +141,7 @@ class RemoteClient:
         while True:
             await asyncio.sleep(RETRY_PAUSE_S)
             try:
-                await self.info()
+                await self._engine_info()
             except Overloaded:
                 if time.monotonic() < deadline_s:
                     continue
@@ -247,6 +261,7 @@ class RemoteStream:
     async def aclose(self) -> None:
         """See `RequestStream.aclose`."""
         self._drop_attempt()
+        self._client.streams.discard(self)
 
     async def _readmitted(self, failed: Failed, *, shown: bool) -> bool:
         """Run a request that lost its engine once more, if nothing of it has been shown.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from typing import cast
 
 import msgspec
@@ -19,6 +20,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flare_ray.actors.directory import EngineDirectory, EngineRecord
+from flare_ray.actors.draining import POLL_S, Drain, OpenRequests
 from flare_ray.actors.stream_receiver import StreamReceiver
 from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.messages import Failed, Finished
@@ -145,18 +147,19 @@ class ServeClient:
             find=finder.ready,
             metrics=finder.metrics,
         )
-        self._warming: asyncio.Task[None] | None = None
+        self._drain = Drain(application)
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to receive, and make the handle find its replicas before the first request does
         (about half a second, measured)."""
         self._receiver.start()
-        self._warming = asyncio.create_task(self._warm())
+        self._tasks = [asyncio.create_task(work) for work in (self._warm(), self._heed_drain())]
 
     async def close(self) -> None:
         """End every open request with an error and close the socket."""
-        if self._warming is not None:
-            self._warming.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._receiver.close()
 
     async def _warm(self) -> None:
@@ -164,6 +167,24 @@ class ServeClient:
             await self._handle.engine_info.remote()
         except (RayError, RayServeException) as error:
             logger.info("no engine was ready when this HTTP replica started: %s", error)
+
+    async def _heed_drain(self) -> None:
+        """Close admission when the service is told to drain, and report what is still open."""
+        replica_id, looks = uuid.uuid4().hex, 0
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                asked = await asyncio.to_thread(self._drain.asked)
+                if asked != self.client.draining:
+                    logger.info("new requests are %s", "refused" if asked else "taken again")
+                self.client.draining = asked
+                looks = looks + 1 if asked else 0
+                if asked:
+                    report = OpenRequests(len(self.client.streams), looks)
+                    await asyncio.to_thread(self._drain.report, replica_id, report)
+            except Exception:
+                # The control service may be away for a moment; requests go on without it.
+                logger.exception("this HTTP replica could not look whether to drain")
 
 
 def _info(record: EngineRecord) -> EngineInfo:

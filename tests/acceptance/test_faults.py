@@ -7,6 +7,7 @@ The service starts behind a gate that holds back the first generation on one ran
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -47,6 +48,7 @@ STOP_SLACK_S = 10.0
 CONTEXT = 4096
 ENDLESS = 3900
 LONG = 300
+KNOCK_S = 0.05
 SOCKET_SLACK = 2
 """Sockets a process of Ray's own may have more or less of from one moment to the next."""
 WAITING = {"one": "the mill and ", "two": "a small door "}
@@ -359,8 +361,15 @@ def assert_no_more_than(before: Holdings, after: Holdings, service: Service) -> 
 def test_stop_lets_running_requests_finish_and_the_port_serves_again(service, gated, greedy):
     service.wait_idle(FREE_LIMIT_S)
     held = service.holdings()
-    status, texts = asyncio.run(stop_mid_stream(service))
+    status, texts, refusals = asyncio.run(stop_mid_stream(service))
     assert texts == [greedy("so ", LONG)] * 2
+    assert refusals
+    for refusal in refusals:
+        assert refusal.status_code == 503, f"{refusal.status_code}: {refusal.text[:200]}"
+        assert int(refusal.headers["retry-after"]) > 0
+        error = refusal.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "shutting down" in error["message"]
     assert status == 0, service.tail()
     assert not service.processes()
     assert port_is_free(service.port)
@@ -371,8 +380,9 @@ def test_stop_lets_running_requests_finish_and_the_port_serves_again(service, ga
     assert answer.json()["choices"][0]["text"] == greedy("so ", LONG)
 
 
-async def stop_mid_stream(service: Service) -> tuple[int, list[str]]:
-    """SIGTERM while a stream and a whole answer are running: exit status and both texts."""
+async def stop_mid_stream(service: Service) -> tuple[int, list[str], list[httpx.Response]]:
+    """SIGTERM while a stream and a whole answer are running: exit status, both texts, and what new
+    requests are told from when the door has closed until nothing listens."""
     running = asyncio.Event()
 
     async def streaming(client: openai.AsyncOpenAI) -> str:
@@ -388,13 +398,27 @@ async def stop_mid_stream(service: Service) -> tuple[int, list[str]]:
         answer = await client.completions.create(**sdk(body("so ", LONG)))
         return answer.choices[0].text
 
+    async def knocking() -> list[httpx.Response]:
+        refusals = []
+        async with httpx.AsyncClient(base_url=service.url, timeout=CLIENT_LIMIT_S) as client:
+            with contextlib.suppress(httpx.TransportError):
+                while (await client.get("/v1/models")).status_code == httpx.codes.OK:
+                    await asyncio.sleep(KNOCK_S)
+                while True:
+                    refusals.append(await client.post("/v1/completions", json=body("a", 1)))
+                    refusals.append(await client.get("/health"))
+                    await asyncio.sleep(KNOCK_S)
+        return refusals
+
     async with openai.AsyncOpenAI(
         base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=CLIENT_LIMIT_S
     ) as client:
         tasks = [asyncio.create_task(whole(client)), asyncio.create_task(streaming(client))]
         await asyncio.wait_for(running.wait(), CLIENT_LIMIT_S)
-        status = await asyncio.to_thread(service.stop)
-        return status, await asyncio.gather(*tasks)
+        service.process.send_signal(signal.SIGTERM)
+        knocks = asyncio.create_task(knocking())
+        status = await asyncio.to_thread(service.wait, STOP_LIMIT_S)
+        return status, await asyncio.gather(*tasks), await knocks
 
 
 @pytest.mark.slow

@@ -102,7 +102,8 @@ class Cluster:
     @property
     def quiet(self) -> bool:
         """Nothing is left of any request."""
-        return not self.expected and not len(self.table) and not self.client.calls
+        client = self.client
+        return not (self.expected or len(self.table) or client.calls or client.streams)
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,50 @@ def test_request_carries_the_replicas_address_and_streams_to_its_end():
     assert shape(events) == [(1, 2), "Finished"]
     assert cluster.calls[0].request.reply_to == "tcp://here:1"
     assert not cluster.calls[0].cancelled
+
+
+def test_draining_client_refuses_new_requests_and_finishes_open_ones():
+    def behave(call, _):
+        call.admit()
+        call.delta(1)
+
+    async def scenario(cluster):
+        stream = await cluster.client.open(REQUEST)
+        cluster.client.draining = True
+        with pytest.raises(Overloaded, match="shutting down") as refusal:
+            await cluster.client.info()
+        assert refusal.value.status == 503 and refusal.value.retry_after_s > 0
+        assert len(cluster.client.streams) == 1
+        cluster.calls[0].finish()
+        events = [event async for event in stream]
+        await stream.aclose()
+        return events
+
+    events, cluster = run(behave, scenario)
+    assert shape(events) == [(1,), "Finished"]
+    cluster.client.draining = False
+    assert asyncio.run(cluster.client.info()) == INFO
+
+
+def test_request_that_lost_its_engine_is_run_again_while_the_client_drains():
+    def behave(call, number):
+        if number == 0:
+            call.admit()
+            call.end(Failed("r", "rank_failure", "gone", status=503))
+        else:
+            call.admit()
+            call.finish()
+
+    async def scenario(cluster):
+        stream = await cluster.client.open(REQUEST)
+        cluster.client.draining = True
+        try:
+            return [event async for event in stream]
+        finally:
+            await stream.aclose()
+
+    events, cluster = run(behave, scenario)
+    assert shape(events) == ["Finished"] and len(cluster.calls) == 2
 
 
 def test_finish_on_the_call_does_not_cut_off_what_is_still_on_the_stream():
