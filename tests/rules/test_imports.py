@@ -79,8 +79,6 @@ KERNEL_LIBRARIES = ("flashinfer", "fla", "triton", "numba", "xgrammar")
 KERNEL_ROOMS = ("flare_ray.device.ops", "flare_ray.device.sampling", "flare_ray.actors.grammar")
 # Files that are a library's adapter: they import it at the top and are themselves imported on use.
 ADAPTER_FILES = {"flashinfer.py", "fla.py", "triton.py", "numba.py", "grammar.py"}
-# What adapters of numba share.
-
 HEAVY = ("torch", "ray", "transformers", *KERNEL_LIBRARIES)
 
 

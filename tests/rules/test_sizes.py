@@ -71,7 +71,8 @@ def _parameters_are_given_from_outside(node: FunctionNode) -> bool:
     if node.name.startswith("test_"):
         return True
     names = {dotted_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list}
-    return any(n == "triton.jit" or n.endswith((".command", ".callback")) for n in names)
+    kernels = {"triton.jit", "kernel", "inner", "inner_ordered"}
+    return any(n in kernels or n.endswith((".command", ".callback")) for n in names)
 
 
 CHECKS = (check_file_length, check_function_length, check_parameters)

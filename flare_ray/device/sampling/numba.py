@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from flare_ray.device.ops.compiled import inner_ordered, kernel, matrix, vector
+from flare_ray.device.ops.numba import inner_ordered, kernel, matrix, vector
 
 _DIGIT_BITS = 10
 _BINS = 1 << _DIGIT_BITS
@@ -72,7 +72,5 @@ def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     lanes, width, vocabulary = probs.shape
     top_p, min_p = top_p.contiguous(), min_p.contiguous()
-    _filter(
-        probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), lanes * width, vocabulary, lanes
-    )
+    _filter(probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), lanes * width, vocabulary, lanes)
     return probs

@@ -12,10 +12,9 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.indexed_attention import reference
 
-
 IN_PLACE_ROWS = 8
-"""Most rows B * T for which the compiled form beats two batched products on CPU: at 128 positions of
-512 and 4 heads, 1, 2, 6 rows take 35, 60, 160 us against 97, 115, 168 (Zen 4 core)."""
+"""Most rows B * T for which the compiled form beats two batched products on CPU: at 128 positions
+of 512 and 4 heads, 1, 2, 6 rows take 35, 60, 160 us against 97, 115, 168 (Zen 4 core)."""
 
 
 def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:

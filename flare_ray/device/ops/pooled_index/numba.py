@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.compiled import cube, kernel, matrix
+from flare_ray.device.ops.numba import cube, kernel, matrix
 
 
 @kernel("iiiiii")

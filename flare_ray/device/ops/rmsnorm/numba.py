@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.compiled import kernel, matrix, vector
+from flare_ray.device.ops.numba import kernel, matrix, vector
 
 
 @kernel("iiiiiif")
@@ -25,7 +25,7 @@ def _run(x, weight, out, rows, size, stride, eps):
 
 
 def rmsnorm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """As `reference.rmsnorm` for x [R, n] and weight [n], float32; x may be columns of wider rows."""
+    """As `reference.rmsnorm` for x [R, n] and weight [n], float32; x may be part of wider rows."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, size = x.shape

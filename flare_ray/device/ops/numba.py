@@ -12,20 +12,21 @@ Only the adapters named `numba.py` import this module, and only when a CPU progr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
+
+_logger = logging.getLogger(__name__)
 
 REASSOCIATING = {"reassoc", "contract", "nsz"}
 """Sums in any order, fused multiply-adds; no assumption about infinities or NaN."""
 
 
-def kernel(
-    arguments: str, *, ordered: bool = False
-) -> Callable[[Callable[..., Any]], Any]:
+def kernel(arguments: str, *, ordered: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function of numbers, or load it from numba's disk cache.
 
     Args:
@@ -35,7 +36,19 @@ def kernel(
     kinds = {"i": types.int64, "f": types.float64}
     signature = types.void(*(kinds[letter] for letter in arguments))
     fast: Any = False if ordered else REASSOCIATING
-    return njit(signature, cache=True, nogil=True, error_model="numpy", fastmath=fast)
+
+    def compile_now(function: Callable[..., Any]) -> Any:
+        options = {"nogil": True, "error_model": "numpy", "fastmath": fast}
+        try:
+            return njit(signature, cache=True, **options)(function)
+        except RuntimeError as error:
+            # Neither the package's folder nor the user's cache can be written to.
+            if "cannot cache" not in str(error):
+                raise
+            _logger.warning("%s is compiled at every start: %s", function.__qualname__, error)
+            return njit(signature, **options)(function)
+
+    return compile_now
 
 
 def inner(function: Callable[..., Any]) -> Any:
@@ -49,7 +62,7 @@ def inner_ordered(function: Callable[..., Any]) -> Any:
 
 
 @intrinsic
-def _pointer(context: Any, address: Any, element: Any) -> Any:
+def _typed_pointer(context: Any, address: Any, element: Any) -> Any:
     """A typed pointer to an address; `element` is a numpy scalar type."""
     target = types.CPointer(element.dtype)
 
@@ -57,6 +70,9 @@ def _pointer(context: Any, address: Any, element: Any) -> Any:
         return builder.inttoptr(args[0], inside.get_value_type(target))
 
     return target(address, element), convert
+
+
+_pointer: Any = _typed_pointer
 
 
 @njit
@@ -78,12 +94,8 @@ def cube(address, first, rows, columns, element):
 
 
 @intrinsic
-def widen(context: Any, value: Any) -> Any:
-    """float32 of a stored number: a float32 as it is, the bits of a bfloat16 exactly.
-
-    Args:
-        value: float32, or uint16 holding bfloat16 bits.
-    """
+def _to_float32(context: Any, value: Any) -> Any:
+    """See `widen`."""
     if value == types.float32:
         return types.float32(types.float32), lambda _context, _builder, _type, args: args[0]
 
@@ -92,3 +104,7 @@ def widen(context: Any, value: Any) -> Any:
         return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
 
     return types.float32(types.uint16), from_bits
+
+
+widen: Any = _to_float32
+"""float32 of a stored number: a float32 as it is, a uint16 as the bits of a bfloat16."""
