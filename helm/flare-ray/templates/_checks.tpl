@@ -1,0 +1,152 @@
+{{/* Everything that values can get wrong together; each message says what to change. */}}
+
+{{- define "flare.checks" -}}
+{{- $v := .Values -}}
+{{- $name := .Values.fullnameOverride | default .Release.Name -}}
+{{- if gt (len $name) 47 -}}
+{{- fail (printf "the name %q has %d characters; KubeRay takes 47: set fullnameOverride" $name (len $name)) -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "the name %q must begin with a letter and hold a-z, 0-9 and - only: set fullnameOverride" $name) -}}
+{{- end -}}
+{{- include "flare.checkFit" . -}}
+{{- include "flare.checkWeights" . -}}
+{{- include "flare.checkUpgrade" . -}}
+{{- include "flare.checkAccess" . -}}
+{{- end -}}
+
+{{- define "flare.checkFit" -}}
+{{- $v := .Values -}}
+{{- $sizing := include "flare.sizing" . | fromYaml -}}
+{{- $gpus := include "flare.engineGpus" . | float64 -}}
+{{- $cpus := include "flare.engineCpus" . | float64 -}}
+{{- if and (eq $v.device "cpu") (gt (int64 $v.worker.gpus) 0) -}}
+{{- fail "device is cpu: set worker.gpus to 0, or GPUs stay reserved and idle" -}}
+{{- end -}}
+{{- if and (eq $v.device "cpu") (gt $gpus 0.0) -}}
+{{- fail "device is cpu: leave out engineDeployment.gpus_per_rank or set it to 0" -}}
+{{- end -}}
+{{- if gt $gpus (float64 $v.worker.gpus) -}}
+{{- fail (printf "one engine needs %g GPUs on one node (STRICT_PACK), worker.gpus is %d: raise worker.gpus or lower tensorParallelSize" $gpus (int64 $v.worker.gpus)) -}}
+{{- end -}}
+{{- if lt (int64 $sizing.enginesPerNode) 1 -}}
+{{- fail (printf "one engine needs %g CPUs on one node, worker.cpus is %g: raise worker.cpus or lower engineDeployment.cpus_per_rank" $cpus (float64 $v.worker.cpus)) -}}
+{{- end -}}
+{{- if gt (int64 $sizing.rankBytes) (int64 $sizing.usableBytes) -}}
+{{- fail (printf "%s as %s on %d rank(s) does not fit: %s, %s; raise tensorParallelSize or memory, or lower engine.page_pool_tokens, context_tokens or concurrency" $v.model.preset $v.model.weightFormat (int64 $v.tensorParallelSize) $sizing.rankSum $sizing.offered) -}}
+{{- end -}}
+{{- $wanted := $v.httpReplicas.max_replicas | default 4 | int64 -}}
+{{- $capacity := include "flare.httpCapacity" . | int64 -}}
+{{- if gt $wanted $capacity -}}
+{{- fail (printf "httpReplicas.max_replicas is %d, beside the engines there are CPUs for %d: raise worker.cpus or httpWorkers.replicas, or lower max_replicas" $wanted $capacity) -}}
+{{- end -}}
+{{- if gt (include "flare.bytes" $v.worker.shm | int64) (div (include "flare.bytes" $v.worker.memory | int64) 2) -}}
+{{- fail (printf "worker.shm %s is more than half of worker.memory %s, and counts towards it" $v.worker.shm $v.worker.memory) -}}
+{{- end -}}
+{{- $a := $v.autoscaler -}}
+{{- if $a.enabled -}}
+{{- $least := kindIs "invalid" $a.minNodes | ternary (int64 $sizing.nodes) (int64 $a.minNodes) -}}
+{{- $most := kindIs "invalid" $a.maxNodes | ternary (int64 $sizing.nodes) (int64 $a.maxNodes) -}}
+{{- if gt $least $most -}}
+{{- fail (printf "autoscaler.minNodes %d exceeds maxNodes %d" $least $most) -}}
+{{- end -}}
+{{- if gt (int64 $sizing.nodes) $most -}}
+{{- fail (printf "replicas %d need %d nodes, autoscaler.maxNodes is %d: raise it" (int64 $v.replicas) (int64 $sizing.nodes) $most) -}}
+{{- end -}}
+{{- else if not (and (kindIs "invalid" $a.minNodes) (kindIs "invalid" $a.maxNodes)) -}}
+{{- fail "autoscaler.minNodes and maxNodes need autoscaler.enabled; without it nodes follow from replicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "flare.checkWeights" -}}
+{{- $w := .Values.weights -}}
+{{- if and (eq $w.source "existingClaim") (not $w.existingClaim) -}}
+{{- fail "weights.source is existingClaim: set weights.existingClaim" -}}
+{{- end -}}
+{{- if and (ne $w.source "existingClaim") $w.existingClaim -}}
+{{- fail (printf "weights.existingClaim is set, weights.source is %s: change one" $w.source) -}}
+{{- end -}}
+{{- if and (eq $w.source "hostPath") (not $w.hostPath) -}}
+{{- fail "weights.source is hostPath: set weights.hostPath" -}}
+{{- end -}}
+{{- if and (ne $w.source "hostPath") $w.hostPath -}}
+{{- fail (printf "weights.hostPath is set, weights.source is %s: change one" $w.source) -}}
+{{- end -}}
+{{- if and (ne $w.source "image") (hasPrefix "/" .Values.model.checkpoint) (not (hasPrefix (printf "%s/" $w.mountPath) .Values.model.checkpoint)) -}}
+{{- fail (printf "model.checkpoint %s lies outside weights.mountPath %s" .Values.model.checkpoint $w.mountPath) -}}
+{{- end -}}
+{{- if and (eq $w.source "image") (not (hasPrefix "/" .Values.model.checkpoint)) -}}
+{{- fail "weights.source is image: give model.checkpoint as an absolute path in the image" -}}
+{{- end -}}
+{{- $nodes := (include "flare.sizing" . | fromYaml).nodes | int64 -}}
+{{- $pods := add $nodes (int64 .Values.httpWorkers.replicas) -}}
+{{- if and (eq $w.source "claim") (gt $pods 1) (not (has "ReadWriteMany" $w.claim.accessModes)) -}}
+{{- fail (printf "%d pods mount the weights: weights.claim.accessModes needs ReadWriteMany" $pods) -}}
+{{- end -}}
+{{- $f := $w.fetch -}}
+{{- if $f.enabled -}}
+{{- if not $f.repository -}}
+{{- fail "weights.fetch.enabled: set weights.fetch.repository (ORG/NAME)" -}}
+{{- end -}}
+{{- if or (eq $w.source "image") (eq $w.source "hostPath") -}}
+{{- fail (printf "weights.fetch writes to a claim, weights.source is %s" $w.source) -}}
+{{- end -}}
+{{- if and $f.token.existingSecret $f.token.value -}}
+{{- fail "weights.fetch.token: give existingSecret or value, not both" -}}
+{{- end -}}
+{{- if and $f.private (not (or $f.token.existingSecret $f.token.value)) -}}
+{{- fail "weights.fetch.private needs a token: set weights.fetch.token.existingSecret (or value)" -}}
+{{- end -}}
+{{- else if or $f.repository $f.private $f.token.existingSecret $f.token.value -}}
+{{- fail "weights.fetch.repository, private and token do nothing unless weights.fetch.enabled" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "flare.checkUpgrade" -}}
+{{- $u := .Values.upgrade -}}
+{{- $delay := include "flare.deletionDelay" . | int64 -}}
+{{- if lt $delay (int64 .Values.longestGenerationSeconds) -}}
+{{- fail (printf "upgrade.deletionDelaySeconds is %d: the old cluster would be deleted under answers that may take longestGenerationSeconds %d" $delay (int64 .Values.longestGenerationSeconds)) -}}
+{{- end -}}
+{{- if eq $u.type "NewClusterWithIncrementalUpgrade" -}}
+{{- if not .Values.autoscaler.enabled -}}
+{{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs autoscaler.enabled: the new cluster grows as traffic moves" -}}
+{{- end -}}
+{{- if not $u.incremental.gatewayClassName -}}
+{{- fail "upgrade.type NewClusterWithIncrementalUpgrade needs upgrade.incremental.gatewayClassName" -}}
+{{- end -}}
+{{- if gt (int64 $u.incremental.stepSizePercent) (int64 $u.incremental.maxSurgePercent) -}}
+{{- fail "upgrade.incremental.stepSizePercent exceeds maxSurgePercent" -}}
+{{- end -}}
+{{- else if $u.incremental.gatewayClassName -}}
+{{- fail (printf "upgrade.incremental.gatewayClassName is set, upgrade.type is %s: change one" $u.type) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "flare.checkAccess" -}}
+{{- $i := .Values.ingress -}}
+{{- $g := .Values.gateway -}}
+{{- if and $i.enabled $g.enabled -}}
+{{- fail "ingress and gateway are both enabled: choose one" -}}
+{{- end -}}
+{{- if $i.enabled -}}
+{{- if not $i.host -}}
+{{- fail "ingress.enabled: set ingress.host" -}}
+{{- end -}}
+{{- if and (not $i.tlsSecret) (not $i.allowPlainHttp) -}}
+{{- fail "ingress.enabled without ingress.tlsSecret: prompts would travel in plain text; name the certificate's secret or set allowPlainHttp" -}}
+{{- end -}}
+{{- end -}}
+{{- if and $g.enabled (not $g.name) -}}
+{{- fail "gateway.enabled: set gateway.name" -}}
+{{- end -}}
+{{- if and (eq .Values.auth.mode "disabled") .Values.auth.existingSecret -}}
+{{- fail "auth.existingSecret is set, auth.mode is disabled: change one" -}}
+{{- end -}}
+{{- if and (not .Values.serviceAccount.create) (not .Values.serviceAccount.name) -}}
+{{- fail "serviceAccount.create is false: set serviceAccount.name" -}}
+{{- end -}}
+{{- if and .Values.gcsFaultTolerance.existingSecret (not .Values.gcsFaultTolerance.redisAddress) -}}
+{{- fail "gcsFaultTolerance.existingSecret needs redisAddress" -}}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,35 @@
+{{/*
+The Serve configuration: the same document as deployments/*.yaml. Engine replicas stand under `deployments:` and not
+in `args:`, since changed arguments restart every engine and a changed number of replicas does not.
+*/}}
+{{- define "flare.serveConfig" -}}
+{{- $v := .Values -}}
+{{- $preset := include "flare.preset" . | fromYaml -}}
+{{- $engine := merge (dict "checkpoint" (include "flare.checkpoint" .) "recipe" $preset.recipe "tensor_parallel_size" $v.tensorParallelSize "device" $v.device) $v.engine -}}
+{{- $placement := merge (dict "graceful_shutdown_s" $v.longestGenerationSeconds) $v.engineDeployment -}}
+proxy_location: EveryNode
+http_options:
+  host: 0.0.0.0
+  port: {{ $v.http.port }}
+  keep_alive_timeout_s: {{ $v.http.keepAliveSeconds }}
+logging_config:
+  encoding: {{ $v.logging.encoding }}
+  log_level: {{ $v.logging.level }}
+  enable_access_log: {{ $v.logging.accessLog }}
+applications:
+  - name: flare
+    route_prefix: /
+    import_path: flare_ray.frontend.app:build
+    args:
+      model_name: {{ $v.model.name | quote }}
+      compat_metrics: {{ $v.compatMetrics }}
+      engine:
+        {{- toYaml $engine | nindent 8 }}
+      engine_deployment:
+        {{- toYaml $placement | nindent 8 }}
+      ingress:
+        {{- toYaml $v.httpReplicas | nindent 8 }}
+    deployments:
+      - name: Engine
+        num_replicas: {{ $v.replicas }}
+{{- end -}}

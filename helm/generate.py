@@ -1,0 +1,288 @@
+"""What the chart holds that follows from elsewhere: `python helm/generate.py` writes it anew.
+
+values.schema.json   from schema.yaml beside this file and the project's typed settings
+files/models.yaml    bytes per rank of every preset, by `flare-ray plan`'s own arithmetic
+README.md            from the comments in values.yaml
+dashboards/          from the names of the metrics (dashboard.py)
+
+A test compares all of them with what is committed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.contracts.manifest import ByteBudget
+from flare_ray.device.prepare import HEADROOM_RATIO, make_plan, resolve
+from flare_ray.device.weights.budget import rank_weight_bytes
+from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.recipes.declaration import TensorSpec
+from helm.dashboard import dashboard
+from tests.recipes.glm5_next.published import published_config
+
+CHART = ROOT / "helm" / "flare-ray"
+SCHEMA_SOURCE = ROOT / "helm" / "schema.yaml"
+DEMO = ROOT / "deployments" / "demo" / "glm"
+# The largest number of rows and drafts that the default token capacity admits: scratch is the same
+# or less for every setting, so one bound per preset does.
+SCRATCH_CONCURRENCY = 16
+SCRATCH_DRAFTS = 7
+
+WIDE_LINES = 110
+
+
+def main() -> None:
+    """Write every generated file."""
+    for path, text in outputs().items():
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+
+
+def outputs() -> dict[Path, str]:
+    """Path and text of every generated file."""
+    return {
+        CHART / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
+        CHART / "files" / "models.yaml": models_text(),
+        CHART / "README.md": readme_text(),
+        CHART / "dashboards" / "flare-ray.json": json.dumps(dashboard(), indent=1) + "\n",
+    }
+
+
+# --- values.schema.json
+
+
+def values_schema() -> dict[str, Any]:
+    """The closed schema of the chart's values."""
+    source = yaml.safe_load(SCHEMA_SOURCE.read_text(encoding="utf-8"))
+    definitions: dict[str, Any] = {}
+    schema = _expand(source, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "Values of the flare-ray chart",
+        "$defs": definitions,
+        **schema,
+    }
+
+
+def _expand(node: Any, definitions: dict[str, Any]) -> Any:
+    """`props:` becomes a closed object, `config:` the typed settings without the keys `omit:`."""
+    if isinstance(node, list):
+        return [_expand(item, definitions) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "config" in node:
+        return _config_schema(node["config"], node["omit"], definitions)
+    expanded = {key: _expand(value, definitions) for key, value in node.items() if key != "props"}
+    if "props" in node:
+        properties = {key: _expand(value, definitions) for key, value in node["props"].items()}
+        expanded = {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": properties,
+            **expanded,
+        }
+    return expanded
+
+
+def _config_schema(section: str, omitted: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of a section of `DeploymentConfig`; its nested models become definitions."""
+    model = DeploymentConfig.model_fields[section].annotation
+    schema = model.model_json_schema()
+    for name, definition in schema.pop("$defs", {}).items():
+        definitions[name] = _without_defaults(definition)
+    properties = {
+        key: _without_defaults(value)
+        for key, value in schema["properties"].items()
+        if key not in omitted
+    }
+    assert len(properties) == len(schema["properties"]) - len(omitted), (section, omitted)
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _without_defaults(node: Any) -> Any:
+    """Defaults live in the settings alone, so that a change there is no change here."""
+    if isinstance(node, list):
+        return [_without_defaults(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: _without_defaults(value)
+        for key, value in node.items()
+        if key not in ("default", "title")
+    }
+
+
+# --- files/models.yaml
+
+
+def models_text() -> str:
+    """Presets as YAML."""
+    head = (
+        "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
+        "# weights: target, drafter and their scales; page: 64 tokens; slot: one request's state;\n"
+        "# scratch: a bound.\n"
+    )
+    return head + yaml.safe_dump(models(), sort_keys=False, width=WIDE_LINES)
+
+
+def models() -> dict[str, Any]:
+    """Preset -> what the chart must know to size an engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        published = Path(folder)
+        (published / "config.json").write_text(json.dumps(published_config()))
+        large = _preset(
+            published,
+            device="cuda",
+            dtype="bfloat16",
+            formats={"bfloat16": None, "nvfp4": _routed_nvfp4},
+        )
+    demo = _preset(DEMO, device="cpu", dtype="float32", formats={"float32": None})
+    return {
+        "headroomPercent": round(HEADROOM_RATIO * 100),
+        "presets": {"glm-5.3-flash": large, "glm-demo": demo},
+    }
+
+
+def _routed_nvfp4(spec: TensorSpec) -> WeightFormat:
+    """Routed experts in NVFP4, everything else plain: the published 4-bit releases."""
+    routed = ".mlp.experts." in spec.name and len(spec.shape) == 2
+    return WeightFormat.NVFP4_MODELOPT if routed else WeightFormat.PLAIN
+
+
+def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -> dict[str, Any]:
+    plans = {}
+    degrees: tuple[int, ...] = (1,)
+    recipe = ""
+    for degree in (1, 2, 4, 8):
+        if degree > 1 and degree not in degrees:
+            continue
+        small = _plan(folder, degree, device, dtype, concurrency=1)
+        degrees, recipe = small.recipe.tensor_parallel, small.recipe.name
+        larger = _plan(folder, degree, device, dtype, concurrency=SCRATCH_CONCURRENCY)
+        plans[degree] = {
+            "weights": {
+                name: _weights(small, degree, dtype, kept) for name, kept in formats.items()
+            },
+            **_state(small.manifest.budget, larger.manifest.budget, small.manifest.num_pages),
+        }
+    return {
+        "recipe": recipe,
+        "device": device,
+        "dtype": dtype,
+        "maxContextTokens": small.geometry.max_context_tokens,
+        "ranks": {str(degree): plan for degree, plan in plans.items()},
+    }
+
+
+def _plan(folder: Path, degree: int, device: str, dtype: str, *, concurrency: int):
+    return make_plan(
+        EngineConfig.model_validate(
+            {
+                "checkpoint": str(folder),
+                "tensor_parallel_size": degree,
+                "device": device,
+                "dtype": dtype,
+                "concurrency": concurrency,
+                "context_tokens": 4096,
+                "prefill_tokens": 4096,
+                "speculation": {"draft_tokens": SCRATCH_DRAFTS},
+            }
+        )
+    )
+
+
+def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
+    """State is affine in slots (one more than requests: the null slot), pages linear."""
+    slot = -(-(larger.state_bytes - small.state_bytes) // (SCRATCH_CONCURRENCY - 1))
+    return {"slot": slot, "page": -(-small.page_bytes // pages), "scratch": larger.scratch_bytes}
+
+
+def _weights(plan: Any, degree: int, dtype: str, kept: Any) -> int:
+    return rank_weight_bytes(
+        resolve(plan.recipe.manifest)(plan.geometry),
+        world_size=degree,
+        element_bytes={"bfloat16": 2, "float32": 4}[dtype],
+        families=plan.families,
+        format_of=kept,
+    )
+
+
+# --- README.md
+
+
+def readme_text() -> str:
+    """The chart's README: what to do first, then every value."""
+    lines = [
+        "# flare-ray",
+        "",
+        "Installs the service as a KubeRay `RayService`. Written by `helm/generate.py`; the words",
+        "beside a value are its comment in `values.yaml`. Operating it:",
+        "[docs/operators/README.md](../../docs/operators/README.md).",
+        "",
+        "```",
+        "cd helm/flare-ray",
+        "helm template my-model . -f values-glm-4gpu.yaml | flare-ray check -",
+        "helm install my-model . -f values-glm-4gpu.yaml",
+        "```",
+        "",
+        "| Values file | Runs |",
+        "| --- | --- |",
+        *(f"| `{path.name}` | {_first_comment(path)} |" for path in values_files()),
+        "",
+        "| Value | Default | Meaning |",
+        "| --- | --- | --- |",
+        *(f"| `{path}` | {default} | {words} |" for path, default, words in value_rows()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def values_files() -> list[Path]:
+    """The shipped values files, besides the defaults."""
+    return sorted(CHART.glob("values-*.yaml"))
+
+
+def _first_comment(path: Path) -> str:
+    return path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+
+
+def value_rows() -> Iterator[tuple[str, str, str]]:
+    """Path, default and comment of each explained value."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    defaults = yaml.safe_load(text)
+    stack: list[tuple[int, str]] = []
+    words = ""
+    for line in text.splitlines():
+        if comment := re.fullmatch(r"\s*# -- (.*)", line):
+            words = comment.group(1)
+        elif key := re.match(r"(\s*)([A-Za-z_][\w./-]*):", line):
+            depth = len(key.group(1))
+            stack = [entry for entry in stack if entry[0] < depth]
+            stack.append((depth, key.group(2)))
+            if words:
+                path = [name for _, name in stack]
+                yield ".".join(path), _default_text(defaults, path), words
+            words = ""
+
+
+def _default_text(defaults: Any, path: list[str]) -> str:
+    for key in path:
+        defaults = defaults[key]
+    if isinstance(defaults, dict) and defaults:
+        return ""
+    return f"`{json.dumps(defaults)}`"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""What the chart refuses, one control a rule, and that the checks of other tests can fail."""
+
+import copy
+
+import pytest
+import yaml
+
+from flare_ray.cli.config_check import check_document
+from flare_ray.errors import ConfigError
+from tests.helm.rendering import (
+    KUBERNETES_VERSIONS,
+    changed,
+    objects,
+    of_kind,
+    problems,
+    rayservice,
+    read_values,
+    refusal,
+)
+
+FETCH = {"weights__fetch__enabled": True, "weights__fetch__repository": "a/b"}
+REFUSED = {
+    # Typos and types.
+    "unknown value": ({"repliacs": 2}, "repliacs"),
+    "unknown engine setting": ({"engine__contxt_tokens": 1}, "contxt_tokens"),
+    "setting that the chart gives": ({"engine__device": "cpu"}, "device"),
+    "upgrade type": ({"upgrade__type": "Rolling"}, "type"),
+    # Fit.
+    "too few GPUs for STRICT_PACK": ({"worker__gpus": 2}, "one engine needs 4 GPUs on one node"),
+    "too few CPUs": ({"worker__cpus": 8}, "one engine needs 8.5 CPUs"),
+    "no room for HTTP replicas": ({"httpReplicas__max_replicas": 9}, "CPUs for 7"),
+    "one GPU": ({"tensorParallelSize": 1}, "weights 180.2 +"),
+    "unquantised": ({"model__weightFormat": "bfloat16"}, "weights 150.7 +"),
+    "small GPUs": ({"worker__gpuMemoryGiB": 40}, "GiB usable (40.0 less 5 % headroom)"),
+    "pages": ({"engine__page_pool_tokens": 16777216}, "pages 204.0 +"),
+    "split that the recipe lacks": ({"tensorParallelSize": 8, "worker__gpus": 8}, "1, 2, 4 ranks"),
+    "unknown preset": ({"model__preset": "glm-6"}, "this chart has glm-5.3-flash, glm-demo"),
+    "preset of another device": ({"model__preset": "glm-demo"}, "sized for cpu"),
+    "unknown format": ({"model__weightFormat": "int3"}, "bfloat16, nvfp4"),
+    "context beyond the model": ({"engine__context_tokens": 2097152}, "holds 1048576"),
+    "shm": ({"worker__shm": "200Gi"}, "more than half"),
+    # Weights and secrets.
+    "claim that is not named": ({"weights__source": "existingClaim"}, "set weights.existingClaim"),
+    "claim that is not used": ({"weights__existingClaim": "x"}, "weights.source is claim"),
+    "folder that is not named": ({"weights__source": "hostPath"}, "set weights.hostPath"),
+    "folder that is not used": ({"weights__hostPath": "/x"}, "weights.source is claim"),
+    "checkpoint outside the volume": ({"model__checkpoint": "/elsewhere"}, "lies outside"),
+    "relative path in the image": ({"weights__source": "image"}, "absolute path"),
+    "several nodes, one writer": (
+        {"replicas": 2, "weights__claim__accessModes": ["ReadWriteOnce"]},
+        "needs ReadWriteMany",
+    ),
+    "nothing to fetch": ({"weights__fetch__enabled": True}, "set weights.fetch.repository"),
+    "fetch settings without fetch": ({"weights__fetch__private": True}, "do nothing unless"),
+    "missing secret": ({**FETCH, "weights__fetch__private": True}, "needs a token"),
+    "two tokens": (
+        {**FETCH, "weights__fetch__token": {"existingSecret": "a", "value": "b"}},
+        "not both",
+    ),
+    "fetch into the node's folder": (
+        {**FETCH, "weights__source": "hostPath", "weights__hostPath": "/x"},
+        "writes to a claim",
+    ),
+    "token secret without token mode": (
+        {"auth__mode": "disabled", "auth__existingSecret": "x"},
+        "auth.mode is disabled",
+    ),
+    "no service account": ({"serviceAccount__create": False}, "set serviceAccount.name"),
+    "password without Redis": ({"gcsFaultTolerance__existingSecret": "x"}, "needs redisAddress"),
+    # Upgrades.
+    "old cluster deleted early": ({"upgrade__deletionDelaySeconds": 60}, "deleted under answers"),
+    "incremental without autoscaler": (
+        {"upgrade__type": "NewClusterWithIncrementalUpgrade"},
+        "needs autoscaler.enabled",
+    ),
+    "incremental without gateway class": (
+        {"upgrade__type": "NewClusterWithIncrementalUpgrade", "autoscaler__enabled": True},
+        "gatewayClassName",
+    ),
+    "gateway class without incremental": (
+        {"upgrade__incremental__gatewayClassName": "x"},
+        "upgrade.type is NewCluster",
+    ),
+    "step above surge": (
+        {
+            "upgrade__type": "NewClusterWithIncrementalUpgrade",
+            "autoscaler__enabled": True,
+            "upgrade__incremental": {"gatewayClassName": "x", "maxSurgePercent": 10},
+        },
+        "exceeds maxSurgePercent",
+    ),
+    # Scaling.
+    "nodes without autoscaler": ({"autoscaler__maxNodes": 3}, "need autoscaler.enabled"),
+    "autoscaler below replicas": (
+        {"autoscaler__enabled": True, "autoscaler__maxNodes": 1, "replicas": 2},
+        "exceeds maxNodes",
+    ),
+    "autoscaler's bounds": (
+        {"autoscaler": {"enabled": True, "minNodes": 3, "maxNodes": 2}},
+        "exceeds maxNodes",
+    ),
+    "no room to scale": (
+        {"autoscaler": {"enabled": True, "minNodes": 0, "maxNodes": 1}, "replicas": 2},
+        "raise it",
+    ),
+    # Access.
+    "ingress without TLS": ({"ingress__enabled": True, "ingress__host": "x"}, "plain text"),
+    "ingress without host": ({"ingress__enabled": True}, "set ingress.host"),
+    "two ways in": ({"ingress__enabled": True, "gateway__enabled": True}, "choose one"),
+    "gateway without name": ({"gateway__enabled": True}, "set gateway.name"),
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_chart_refuses(rule):
+    changes, said = REFUSED[rule]
+    assert said in refusal(changed(read_values("glm-4gpu"), **changes))
+
+
+@pytest.mark.parametrize("name", ["glm_demo", "9lives", "a" * 48])
+def test_chart_refuses_a_name_that_kuberay_would(name):
+    assert "fullnameOverride" in refusal(read_values("glm-4gpu"), name=name)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"worker__gpus": 1}, "set worker.gpus to 0"),
+        ({"engineDeployment__gpus_per_rank": 1}, "gpus_per_rank"),
+        ({"worker__memory": "1Gi", "worker__shm": "512Mi"}, "does not fit"),
+    ],
+)
+def test_chart_refuses_for_cpu(changes, said):
+    """The demo's pages take 0.1 GiB; 200 slots of 4,096 tokens do not fit one."""
+    values = changed(read_values("cpu-demo"), engine__concurrency=200)
+    assert said in refusal(changed(values, **changes))
+
+
+# Negative controls of the closed schemas.
+
+
+def broken(kind, damage):
+    [item] = of_kind(objects(changed(read_values("glm-4gpu"), monitoring__podMonitor=True)), kind)
+    item = copy.deepcopy(item)
+    damage(item["spec"])
+    return [text for version in KUBERNETES_VERSIONS for text in problems(item, version)]
+
+
+def _rename(key, new):
+    def damage(spec):
+        spec[new] = spec.pop(key)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("kind", "damage"),
+    [
+        ("RayService", _rename("upgradeStrategy", "upgradeStrategies")),
+        ("RayService", lambda spec: spec["rayClusterConfig"]["authOptions"].update(mode="tokens")),
+        ("RayService", lambda spec: spec.update(rayClusterDeletionDelaySeconds="360")),
+        (
+            "RayService",
+            lambda spec: spec["rayClusterConfig"]["headGroupSpec"].update(rayStartParamz={}),
+        ),
+        (
+            "RayService",
+            lambda spec: spec["rayClusterConfig"]["headGroupSpec"]["template"]["spec"].update(
+                securityContxt={}
+            ),
+        ),
+        (
+            "RayService",
+            lambda spec: spec["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"][
+                "containers"
+            ][0].update(image=3),
+        ),
+        ("RayService", lambda spec: spec.pop("rayClusterConfig")),
+        ("NetworkPolicy", _rename("policyTypes", "policyType")),
+        ("PodMonitor", _rename("podMetricsEndpoints", "endpoints")),
+    ],
+)
+def test_closed_schema_catches(kind, damage):
+    assert broken(kind, damage)
+
+
+def test_strict_check_catches_a_typo_in_the_rendered_serve_config():
+    text = rayservice(read_values("glm-4gpu"))["spec"]["serveConfigV2"]
+    document = yaml.safe_load(text.replace("keep_alive_timeout_s", "keep_alive_timeout"))
+    with pytest.raises(ConfigError, match="keep_alive_timeout: unknown key"):
+        check_document(document, name="rendered")

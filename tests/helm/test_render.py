@@ -1,0 +1,314 @@
+"""The rendered chart: lint, closed schemas, Serve's own schema and the project's strict check."""
+
+import json
+
+import pytest
+import yaml
+
+from flare_ray.cli.config_check import check_document
+from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.device.prepare import plan_engine
+from tests.helm.rendering import (
+    CHART,
+    KUBERNETES_VERSIONS,
+    changed,
+    helm,
+    objects,
+    of_kind,
+    pod_templates,
+    problems,
+    rayservice,
+    read_values,
+    render,
+    serve_document,
+    values_files,
+)
+from tests.recipes.glm5_next.published import published_config
+from tests.rules.sources import ROOT
+
+SIZE_TOLERANCE_RATIO = 0.002
+"""The chart knows so many bytes a slot; page tables of single slots differ by kilobytes."""
+GIB = 1 << 30
+ERROR_SEVERITY = 2
+
+EVERYTHING = {
+    "weights__fetch__enabled": True,
+    "weights__fetch__repository": "zai-org/GLM-5.3-Flash",
+    "weights__fetch__endpoint": "https://hub.example.org",
+    "weights__fetch__private": True,
+    "weights__fetch__token__value": "hf_secret",
+    "auth__existingSecret": "ray-token",
+    "upgrade__type": "NewClusterWithIncrementalUpgrade",
+    "upgrade__incremental__gatewayClassName": "istio",
+    "autoscaler__enabled": True,
+    "autoscaler__maxNodes": 3,
+    "gcsFaultTolerance__redisAddress": "redis:6379",
+    "gcsFaultTolerance__existingSecret": "redis",
+    "ingress__enabled": True,
+    "ingress__host": "models.example.org",
+    "ingress__tlsSecret": "models-tls",
+    "ingress__className": "nginx",
+    "ingress__annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "300"},
+    "monitoring__podMonitor": True,
+    "monitoring__serviceMonitor": True,
+    "monitoring__dashboard": True,
+    "monitoring__labels": {"release": "prometheus"},
+    "httpWorkers__replicas": 2,
+    "image__pullSecrets": ["registry"],
+    "image__digest": "sha256:" + "0" * 64,
+    "head__nodeSelector": {"pool": "system"},
+    "head__annotations": {"note": "head"},
+    "head__livenessProbe": {"exec": {"command": ["true"]}, "periodSeconds": 10},
+    "head__priorityClassName": "high",
+    "worker__runtimeClassName": "nvidia",
+    "worker__nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
+    "worker__affinity": {"podAntiAffinity": {}},
+    "worker__topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "worker__extraEnv": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+    "worker__extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "worker__extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "worker__readinessProbe": {"exec": {"command": ["true"]}},
+    "serviceAccount__annotations": {"role": "none"},
+    "networkPolicy__httpFrom": [{"podSelector": {"matchLabels": {"app": "gateway"}}}],
+}
+
+
+def named(name: str) -> dict:
+    """Values of a shipped file, or of everything at once."""
+    if name == "everything":
+        return changed(read_values("glm-4gpu"), **EVERYTHING)
+    if name == "gateway":
+        route = {"enabled": True, "name": "public", "namespace": "infra", "sectionName": "https"}
+        route["hostnames"] = ["models.example.org"]
+        return changed(read_values("glm-2gpu"), gateway=route)
+    return read_values(name)
+
+
+NAMES = [path.stem.removeprefix("values-") for path in values_files()] + ["everything", "gateway"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lint_finds_nothing(name):
+    report = helm().lint(CHART, named(name), strict=True)
+    found = [item for item in report["messages"] if item["severity"] >= ERROR_SEVERITY]
+    assert (found, report["errors"]) == ([], [])
+
+
+@pytest.mark.parametrize("kubernetes", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_object_fits_its_closed_schema(name, kubernetes):
+    found = objects(named(name))
+    assert [(item["kind"], text) for item in found for text in problems(item, kubernetes)] == []
+
+
+def test_everything_renders_every_kind():
+    kinds = {item["kind"] for item in objects(named("everything"))}
+    assert kinds == {
+        *("RayService", "PersistentVolumeClaim", "Secret", "Job", "ServiceAccount", "Role"),
+        *("RoleBinding", "Ingress", "PodDisruptionBudget", "NetworkPolicy", "PodMonitor"),
+        *("ServiceMonitor", "ConfigMap", "Pod"),
+    }
+    assert of_kind(objects(named("gateway")), "HTTPRoute")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_serve_config_passes_serves_schema_and_the_strict_check(name):
+    checked = check_document(serve_document(named(name)), name=name)
+    assert list(checked.configs) == ["flare"]
+
+
+@pytest.mark.parametrize(("name", "file"), [("glm-4gpu", "glm"), ("cpu-demo", "glm-demo")])
+def test_serve_config_means_the_same_as_the_deployment_file(name, file):
+    rendered = serve_document(read_values(name))
+    deployed = yaml.safe_load((ROOT / "deployments" / f"{file}.yaml").read_text())
+    [ours], [theirs] = rendered["applications"], deployed["applications"]
+    # Replicas stand beside the arguments; the checkpoint's place is the image's or the volume's.
+    overrides = ours.pop("deployments")
+    here, there = (DeploymentConfig.model_validate(app.pop("args")) for app in (ours, theirs))
+    place = {"checkpoint": there.engine.checkpoint}
+    if there.engine.recipe is None:
+        place["recipe"] = None
+    same = here.model_copy(update={"engine": here.engine.model_copy(update=place)})
+    assert same == there
+    assert ours == theirs
+    assert overrides == [{"name": "Engine", "num_replicas": there.engine_deployment.replicas}]
+
+
+def test_serve_config_has_the_outer_settings_of_the_gpu_deployment_file():
+    rendered = serve_document(read_values("glm-4gpu"))
+    deployed = yaml.safe_load((ROOT / "deployments" / "glm.yaml").read_text())
+    outer = ("proxy_location", "http_options", "logging_config")
+    assert [rendered[key] for key in outer] == [deployed[key] for key in outer]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sum_of_bytes_is_what_plan_says(tmp_path, ranks):
+    """The chart computes in templates what `flare-ray plan` computes from shapes."""
+    values = changed(
+        read_values("glm-4gpu"),
+        tensorParallelSize=ranks,
+        model__weightFormat="bfloat16",
+        worker__gpuMemoryGiB=1000,
+        engine__concurrency=12,
+    )
+    notes = render(values)["flare-ray/templates/NOTES.txt"]
+    told = float(notes.split(" GiB a rank")[0].rsplit("= ", 1)[1])
+    (tmp_path / "config.json").write_text(json.dumps(published_config()))
+    arguments = serve_document(values)["applications"][0]["args"]["engine"]
+    config = EngineConfig.model_validate({**arguments, "checkpoint": str(tmp_path)})
+    budget = plan_engine(config).budget
+    planned = budget.weights_bytes + budget.page_bytes + budget.state_bytes + budget.scratch_bytes
+    assert told == pytest.approx(planned / GIB, rel=SIZE_TOLERANCE_RATIO)
+
+
+def test_head_takes_no_replica():
+    start = rayservice(named("glm-4gpu"))["spec"]["rayClusterConfig"]["headGroupSpec"]
+    assert start["rayStartParams"]["num-cpus"] == "0"
+    assert start["rayStartParams"]["num-gpus"] == "0"
+
+
+def test_head_and_workers_read_the_same_serve_flags():
+    templates = pod_templates(rayservice(changed(named("glm-4gpu"), httpWorkers__replicas=1)))
+    environments = [
+        {item["name"]: item["value"] for item in template["spec"]["containers"][0]["env"]}
+        for template in templates.values()
+    ]
+    assert len(environments) == 3
+    assert all(environment == environments[0] for environment in environments)
+    assert environments[0]["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "gpus", "nodes"), [(1, 4, 1), (2, 4, 1), (3, 4, 2), (3, 2, 3), (4, 8, 1)]
+)
+def test_worker_nodes_follow_from_replicas_and_engines_per_node(replicas, gpus, nodes):
+    values = changed(named("glm-2gpu"), replicas=replicas, worker__gpus=gpus, worker__cpus=64)
+    [group] = rayservice(values)["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (nodes,) * 3
+
+
+def test_scaling_changes_nothing_that_restarts_engines_or_rebuilds_the_cluster():
+    """KubeRay compares the cluster without replica counts; Serve compares arguments."""
+
+    def parts(replicas):
+        spec = rayservice(changed(named("glm-2gpu"), replicas=replicas))["spec"]
+        for group in spec["rayClusterConfig"]["workerGroupSpecs"]:
+            for key in ("replicas", "minReplicas", "maxReplicas"):
+                group.pop(key)
+        [application] = yaml.safe_load(spec.pop("serveConfigV2"))["applications"]
+        return spec, application.pop("deployments"), application
+
+    one, three = parts(1), parts(3)
+    assert one[0] == three[0]
+    assert one[2] == three[2]
+    assert one[1] != three[1]
+
+
+def test_chart_version_alone_rebuilds_no_cluster():
+    templates = pod_templates(rayservice(named("glm-4gpu"))).values()
+    labels = {key for template in templates for key in template["metadata"]["labels"]}
+    assert labels == {
+        "app.kubernetes.io/part-of",
+        "app.kubernetes.io/instance",
+        "app.kubernetes.io/component",
+    }
+
+
+def test_old_cluster_outlives_the_longest_answer():
+    spec = rayservice(changed(named("glm-4gpu"), longestGenerationSeconds=1200))["spec"]
+    assert spec["rayClusterDeletionDelaySeconds"] == 1260
+    templates = pod_templates({"spec": spec}).values()
+    assert all(template["spec"]["terminationGracePeriodSeconds"] > 1200 for template in templates)
+    [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    assert application["args"]["engine_deployment"]["graceful_shutdown_s"] == 1200
+
+
+def test_large_counts_stay_integers():
+    values = changed(named("glm-4gpu"), engine__context_tokens=1048576)
+    values = changed(values, engine__page_pool_tokens=4194304)
+    engine = serve_document(values)["applications"][0]["args"]["engine"]
+    assert (engine["context_tokens"], engine["page_pool_tokens"]) == (1048576, 4194304)
+    assert isinstance(engine["context_tokens"], int)
+
+
+def test_pods_run_without_root_or_capabilities():
+    found = objects(named("everything"))
+    specs = [
+        template["spec"] for template in pod_templates(of_kind(found, "RayService")[0]).values()
+    ]
+    specs += [
+        of_kind(found, "Job")[0]["spec"]["template"]["spec"],
+        of_kind(found, "Pod")[0]["spec"],
+    ]
+    for spec in specs:
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        for container in spec["containers"] + spec.get("initContainers", []):
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_only_the_job_writes_weights_and_only_it_holds_the_token():
+    found = objects(named("everything"))
+    for template in pod_templates(of_kind(found, "RayService")[0]).values():
+        spec = template["spec"]
+        for container in spec["containers"] + spec.get("initContainers", []):
+            [mount] = [m for m in container["volumeMounts"] if m["name"] == "weights"]
+            assert mount["readOnly"] is True
+            assert "HF_TOKEN" not in {item["name"] for item in container.get("env", [])}
+    [job] = of_kind(found, "Job")
+    [fetch] = job["spec"]["template"]["spec"]["containers"]
+    [mount] = [m for m in fetch["volumeMounts"] if m["name"] == "weights"]
+    assert "readOnly" not in mount
+    [token] = [item for item in fetch["env"] if item["name"] == "HF_TOKEN"]
+    [secret] = of_kind(found, "Secret")
+    assert token["valueFrom"]["secretKeyRef"]["name"] == secret["metadata"]["name"]
+
+
+def test_changed_weights_make_another_job():
+    def name(**changes):
+        return of_kind(objects(changed(named("everything"), **changes)), "Job")[0]["metadata"][
+            "name"
+        ]
+
+    assert name() == name(replicas=1)
+    assert name() != name(weights__fetch__revision="04c4e9e9")
+
+
+def test_network_policy_closes_rays_ports():
+    [policy] = of_kind(objects(named("glm-4gpu")), "NetworkPolicy")
+    inner, *outer = policy["spec"]["ingress"]
+    assert "ports" not in inner
+    open_ports = {port["port"] for rule in outer for port in rule["ports"]}
+    assert open_ports == {8000, 8080, 8265}
+    for rule in outer:
+        if 8265 in {port["port"] for port in rule["ports"]}:
+            [peer] = rule["from"]
+            assert peer["namespaceSelector"]["matchLabels"]
+
+
+def test_selectors_find_the_pods_they_are_for():
+    found = objects(named("everything"))
+    labels = {
+        group: template["metadata"]["labels"]
+        for group, template in pod_templates(of_kind(found, "RayService")[0]).items()
+    }
+
+    def selected(selector):
+        wanted = selector["matchLabels"].items()
+        return {group for group, own in labels.items() if wanted <= own.items()}
+
+    budgets = of_kind(found, "PodDisruptionBudget")
+    assert [selected(item["spec"]["selector"]) for item in budgets] == [{"head"}, {"engines"}]
+    [monitor] = of_kind(found, "PodMonitor")
+    assert selected(monitor["spec"]["selector"]) == set(labels)
+
+
+def test_notes_tell_the_gpus_an_upgrade_needs():
+    notes = render(changed(named("glm-2gpu"), replicas=3))["flare-ray/templates/NOTES.txt"]
+    assert "6 more GPU(s)" in notes
+    notes = render(changed(named("glm-2gpu"), upgrade__type="None"))[
+        "flare-ray/templates/NOTES.txt"
+    ]
+    assert "NOT rolled out" in notes
