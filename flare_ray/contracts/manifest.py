@@ -41,6 +41,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
         prefill_tokens: rows per prefill chunk.
         draft_tokens: largest D prepared (0 = none).
         shapes: every prepared round, decode and prefill shape.
+        snapshot_rows: prefix snapshots a rank can hold beside the slots; 0 = no prefix cache.
+        snapshot_row_bytes: bytes of one of them on one rank, its pages apart.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
     """
 
@@ -64,6 +66,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     shapes: tuple[GraphShape, ...]
     budget: ByteBudget
     threads: int = 0
+    snapshot_rows: int = 0
+    snapshot_row_bytes: int = 0
 
 
 def manifest_json(manifest: PreparedManifest) -> bytes:

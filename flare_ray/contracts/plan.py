@@ -50,6 +50,43 @@ class PageGrant(msgspec.Struct, frozen=True, array_like=True):
     page_ids: tuple[int, ...]
 
 
+class SnapshotSave(msgspec.Struct, frozen=True, array_like=True):
+    """Copies a slot's state after exactly `consumed` tokens into a snapshot row (contract: M4).
+
+    Attributes:
+        epoch: owner of the slot whose state is meant; it may have ended.
+        row: snapshot row that is overwritten.
+        live: True = the slot's present state, False = its publication row, which must hold
+            `consumed` tokens.
+    """
+
+    slot: int
+    epoch: int
+    consumed: int
+    row: int
+    live: bool = False
+
+
+class SlotRestore(msgspec.Struct, frozen=True, array_like=True):
+    """Puts a snapshot row's state into a slot that the same plan hands over (contract: M4).
+
+    Pages below number (consumed - 1) // 64 are granted as they are and never written again. The
+    page of position consumed - 1 is copied: a continuation writes the drafter's pair there, and
+    what follows.
+
+    Attributes:
+        consumed: tokens of the row; the slot's prompt goes on from there.
+        source_page / target_page: the page that is copied, and the slot's own one.
+    """
+
+    slot: int
+    epoch: int
+    row: int
+    consumed: int
+    source_page: int
+    target_page: int
+
+
 class LanePlan(msgspec.Struct, frozen=True, array_like=True):
     """One lane of a decode or speculative round.
 
@@ -90,7 +127,8 @@ class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One program execution on every rank. `inits` and `grants` apply first, in order.
+    """One program execution on every rank. In order: `saves`, `inits`, `restores`, `grants`, the
+    program, `captures`.
 
     Attributes:
         round_id: rises by one per plan of this engine.
@@ -101,6 +139,9 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
             it. Eager programs slice by it; captured ones ignore it.
         mask_block: name of the shared-memory block with mask rows, "" = none (contract: K1).
         mask_rows: int32 rows in that block.
+        saves: snapshots of what earlier programs left.
+        restores: at most one per slot, each of a slot among `inits`.
+        captures: snapshots of the state that this plan's prompt chunks end with.
     """
 
     round_id: int
@@ -112,3 +153,6 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
     context_pages: int = 0
     mask_block: str = ""
     mask_rows: int = 0
+    saves: tuple[SnapshotSave, ...] = ()
+    restores: tuple[SlotRestore, ...] = ()
+    captures: tuple[SnapshotSave, ...] = ()

@@ -101,6 +101,7 @@ class EagerRound:
             copies=any(lane.copy_tokens for lane in plan.lanes),
             sampled=True,
             filters=bounds.filters,
+            publishes=bounds.publishes,
         )
 
     def replay(self) -> None:
@@ -148,6 +149,7 @@ class EagerPrefill:
             copies=False,
             sampled=any(lane.final and lane.pending < 0 for lane in plan.prefill),
             filters=bounds.filters,
+            publishes=bounds.publishes,
         )
 
     def replay(self) -> None:

@@ -129,6 +129,14 @@ def save_tail(store: StateStore, slots: Tensor, feedback: Tensor) -> None:
         tail.index_copy_(0, slots, torch.where(real, feedback.to(tail.dtype), 0.0))
 
 
+def save_sampling(store: StateStore, slots: Tensor, vector: Tensor) -> None:
+    """Keep [B, Hs] head inputs of the last committed row, where snapshots may want them."""
+    kept = store.request.sampling_vector
+    if kept is not None:
+        real = (slots != store.request.null_slot).unsqueeze(1)
+        kept.index_copy_(0, slots, torch.where(real, vector.to(kept.dtype), 0.0))
+
+
 def absorb_accepted(
     drafter: Drafter, store: StateStore, rows: Rows, feedback: Tensor, emitted: Tensor
 ) -> None:

@@ -96,10 +96,12 @@ class LaneBounds:
         filters: of the sampling parameters in the lanes' slots.
         context_pages: page-table columns that hold every row the lanes may compute, rejected and
             drafted ones included.
+        publishes: some lane may end a row at a page boundary.
     """
 
     filters: FilterBounds
     context_pages: int
+    publishes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class HostFacts:
         copies: some lane brings copy tokens.
         sampled: a prefill lane ends its prompt.
         filters: bounds over the lanes' sampling parameters.
+        publishes: some lane may end a row at a page boundary.
     """
 
     context_pages: int
@@ -121,6 +124,7 @@ class HostFacts:
     copies: bool
     sampled: bool
     filters: FilterBounds
+    publishes: bool = True
 
 
 class RoundInputs:

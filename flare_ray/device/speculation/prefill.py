@@ -33,6 +33,7 @@ from flare_ray.device.speculation.commit import (
     advance,
     publish_boundary,
     row_at,
+    save_sampling,
     save_tail,
 )
 from flare_ray.device.speculation.inputs import ChunkField, HostFacts, PrefillInputs
@@ -83,7 +84,7 @@ def run_prefill(
     if shape.speculation:
         _absorb_chunk(model, lanes, rows, output)
     first = _first_token(output, inputs, lanes, rows, facts)
-    _finish(model, shape, inputs, scratch, _Chunk(lanes, rows, output, first))
+    _finish(model, shape, inputs, scratch, _Chunk(lanes, rows, output, first, facts.publishes))
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class _Chunk:
     rows: Rows
     output: TargetOutput
     first: FirstToken
+    publishes: bool
 
 
 def _chunk_rows(lanes: Lanes, planned: Tensor, offsets: Tensor) -> Rows:
@@ -180,10 +182,12 @@ def _finish(
     )
     store = model.store
     model.target.commit(rows, rows.lengths, store.groups)
+    last = (rows.lengths - 1).clamp_(min=0)
+    save_sampling(store, lanes.slots, row_at(chunk.output.sampling, last))
     if shape.speculation:
-        last = (rows.lengths - 1).clamp_(min=0)
         save_tail(store, lanes.slots, row_at(chunk.output.feedback, last))
-    publish_boundary(store, lanes, rows, chunk.output, rows.lengths)
+    if chunk.publishes:
+        publish_boundary(store, lanes, rows, chunk.output, rows.lengths)
     none = torch.zeros_like(emitted)
     flags = lanes.active * (
         (planned[:, ChunkField.MASKED] > 0) * Flag.MASKED.value

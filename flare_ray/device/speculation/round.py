@@ -39,6 +39,7 @@ from flare_ray.device.speculation.commit import (
     clip_emitted,
     publish_boundary,
     row_at,
+    save_sampling,
     save_tail,
 )
 from flare_ray.device.speculation.inputs import HostFacts, LaneField, RoundInputs
@@ -98,6 +99,8 @@ def run_round(
     output = model.target.forward(rows, model.store.groups)
     verdict = _accept(output, inputs, scratch, _Verification(rows, candidates, lanes, draws, facts))
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
+    if facts.publishes:
+        publish_boundary(model.store, lanes, rows, output, emitted)
     emission = _emission(shape, planned, lanes, candidates, _Done(verdict, emitted))
     write_record(scratch.record, lanes, outcome, emission)
 
@@ -237,11 +240,11 @@ def _commit(
         keeps_pairs=shape.speculation,
     )
     model.target.commit(rows, emitted, model.store.groups)
+    committed = torch.where(emitted > 0, lanes.slots, model.store.request.null_slot)
     if shape.speculation and model.drafter is not None:
         absorb_accepted(model.drafter, model.store, rows, output.feedback, emitted)
-        committed = torch.where(emitted > 0, lanes.slots, model.store.request.null_slot)
         save_tail(model.store, committed, row_at(output.feedback, last))
-    publish_boundary(model.store, lanes, rows, output, emitted)
+    save_sampling(model.store, committed, row_at(output.sampling, last))
     return outcome, emitted
 
 

@@ -97,6 +97,7 @@ class StateLimits:
         device: "cpu" | "cuda".
         speculation: drafter groups and the feedback tail exist (contract: R6).
         publication: publication rows exist (contract: M4).
+        snapshot_rows: prefix snapshots; any makes publication rows exist too.
     """
 
     slots: int
@@ -106,6 +107,12 @@ class StateLimits:
     device: str
     speculation: bool
     publication: bool = False
+    snapshot_rows: int = 0
+
+    @property
+    def publishes(self) -> bool:
+        """Whether programs keep what a snapshot needs."""
+        return self.publication or self.snapshot_rows > 0
 
     @property
     def table_columns(self) -> int:
@@ -118,10 +125,10 @@ class Allocation:
     """One tensor of persistent state.
 
     owner: "page" = the page pool, "group" = per-slot recipe state, "request" = request state,
-    "publication" = publication rows. `name` is unique within its owner.
+    "publication" = publication rows, "snapshot" = prefix snapshots. `name` is unique within its owner.
     """
 
-    owner: Literal["page", "group", "request", "publication"]
+    owner: Literal["page", "group", "request", "publication", "snapshot"]
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -154,8 +161,13 @@ def allocations(spec: StateSpec, limits: StateLimits) -> tuple[Allocation, ...]:
     ]
     if limits.speculation:
         result.append(Allocation("request", "tail", (rows, spec.feedback_width), limits.dtype))
-    if limits.publication:
-        result += _publication(spec, limits, groups)
+    if limits.publishes:
+        vector = (rows, spec.sampling_width)
+        result.append(Allocation("request", "sampling_vector", vector, limits.dtype))
+        result += _kept("publication", rows, spec, limits)
+        result.append(Allocation("publication", "published", (rows, len(Published)), "int64"))
+    if limits.snapshot_rows:
+        result += _kept("snapshot", limits.snapshot_rows, spec, limits)
     return tuple(result)
 
 
@@ -164,6 +176,11 @@ def state_bytes(spec: StateSpec, limits: StateLimits) -> tuple[int, int]:
     plan = allocations(spec, limits)
     pages = sum(a.num_bytes for a in plan if a.owner == "page")
     return pages, sum(a.num_bytes for a in plan) - pages
+
+
+def snapshot_row_bytes(spec: StateSpec, limits: StateLimits) -> int:
+    """Exact bytes of one prefix snapshot on one rank, its pages apart."""
+    return sum(a.num_bytes for a in _kept("snapshot", 1, spec, limits))
 
 
 def _dtype(group: StateGroup, limits: StateLimits) -> str:
@@ -189,14 +206,13 @@ def published_shape(group: StateGroup) -> tuple[int, ...]:
     return (*lead, *group.shape)
 
 
-def _publication(
-    spec: StateSpec, limits: StateLimits, groups: tuple[StateGroup, ...]
+def _kept(
+    owner: Literal["publication", "snapshot"], rows: int, spec: StateSpec, limits: StateLimits
 ) -> Iterator[Allocation]:
-    rows = limits.slots + 1
-    for group in groups:
+    """`rows` copies of everything a slot holds beside its pages."""
+    for group in active_groups(spec, limits):
         if group.kind != "page":
             shape = (rows, *published_shape(group))
-            yield Allocation("publication", group.name, shape, _dtype(group, limits))
-    yield Allocation("publication", "published", (rows, len(Published)), "int64")
-    yield Allocation("publication", "tail", (rows, spec.feedback_width), limits.dtype)
-    yield Allocation("publication", "sampling_vector", (rows, spec.sampling_width), limits.dtype)
+            yield Allocation(owner, group.name, shape, _dtype(group, limits))
+    yield Allocation(owner, "tail", (rows, spec.feedback_width), limits.dtype)
+    yield Allocation(owner, "sampling_vector", (rows, spec.sampling_width), limits.dtype)

@@ -36,12 +36,15 @@ class RequestState:
         page_table: [S + 1, columns] int64, 0 = the null page.
         tail: [S + 1, H] h[N-1], the feedback row that the next drafting round starts from; None
             where no drafter state is kept.
+        sampling_vector: [S + 1, Hs] head's input of the last consumed token; None where nothing is
+            published.
     """
 
     core: Tensor
     sampling: Tensor
     page_table: Tensor
     tail: Tensor | None
+    sampling_vector: Tensor | None = None
 
     def __post_init__(self) -> None:
         # a padded lane's filters must be harmless: temperature 1, everything off

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flare_ray.contracts.plan import PageGrant, SlotInit
+from flare_ray.contracts.plan import PageGrant, SlotInit, SlotRestore, SnapshotSave
 from flare_ray.contracts.shapes import MAX_WIDTH
 from flare_ray.device.state.layout import (
     Allocation,
@@ -21,6 +21,7 @@ from flare_ray.device.state.layout import (
 )
 from flare_ray.device.state.publication import Publication
 from flare_ray.device.state.request import RequestState
+from flare_ray.device.state.snapshots import SnapshotRows
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import StateGroup, StateSpec
 
@@ -34,6 +35,7 @@ class StateStore:
         groups: group name -> tensor, what targets and drafters receive as `state`.
         request: request slots.
         publication: publication rows, None unless prepared.
+        snapshots: prefix snapshots, None unless prepared.
         page_bytes / state_bytes: exact sizes, equal to `layout.state_bytes`.
     """
 
@@ -50,9 +52,12 @@ class StateStore:
             sampling=made["request", "sampling"],
             page_table=made["request", "page_table"],
             tail=made.get(("request", "tail")),
+            sampling_vector=made.get(("request", "sampling_vector")),
         )
         published = {name: t for (owner, name), t in made.items() if owner == "publication"}
         self.publication = Publication(self.spec_groups, published) if published else None
+        rows = {name: t for (owner, name), t in made.items() if owner == "snapshot"}
+        self.snapshots = SnapshotRows(self.spec_groups, rows) if rows else None
         self.page_bytes = sum(a.num_bytes for a in plan if a.owner == "page")
         self.state_bytes = sum(t.nbytes for t in made.values()) - self.page_bytes
 
@@ -84,6 +89,38 @@ class StateStore:
     def grant(self, grant: PageGrant) -> None:
         """Write page ids into a slot's table."""
         self.request.grant(grant)
+
+    def save(self, save: SnapshotSave) -> None:
+        """Copy a slot's present state, or its publication row, into a snapshot row.
+
+        Raises:
+            ContractViolation: no snapshot rows were prepared.
+        """
+        if self.snapshots is None or self.publication is None:
+            raise ContractViolation("a snapshot was planned, none were prepared")
+        if save.live:
+            self.snapshots.save_live(save.row, save.slot, self.groups, self.request)
+        else:
+            self.snapshots.save_published(save.row, save.slot, self.publication)
+
+    def restore(self, restore: SlotRestore, *, keeps_pairs: bool) -> None:
+        """Continue a fresh slot from a snapshot row; copies the page that it will write into.
+
+        Args:
+            keeps_pairs: the row came from programs that keep drafter history.
+        Raises:
+            ContractViolation: no snapshot rows were prepared.
+        """
+        if self.snapshots is None:
+            raise ContractViolation("a restore was planned, no snapshots were prepared")
+        self.snapshots.restore(restore.row, restore.slot, self.groups, self.request)
+        core = self.request.core[restore.slot]
+        core[Core.CONSUMED] = restore.consumed
+        core[Core.DRAFT_POSITION] = restore.consumed - 1 if keeps_pairs else 0
+        for group in self.spec_groups:
+            if group.kind == "page":
+                pages = self.groups[group.name]
+                pages[restore.target_page].copy_(pages[restore.source_page])
 
     def check_integrity(self) -> None:
         """Compare every slot with the invariants of its fields; synchronises, for tests and debug.

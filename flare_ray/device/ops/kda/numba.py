@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
 from flare_ray.device.ops.kda.reference import L2_EPS
+from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
 
 
 @inner
