@@ -16,7 +16,7 @@ import typer
 
 from flare_ray._version import __version__
 from flare_ray.cli.options import EngineOptions
-from flare_ray.errors import ContractViolation, FlareError
+from flare_ray.errors import ConfigError, ContractViolation, FlareError
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -161,6 +161,38 @@ class Chat:
         return 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fetch:
+    """Fetch a checkpoint from the hub: resumes, verifies every file, says when it is whole."""
+
+    repository: Annotated[str, typer.Argument(help="Repository on the hub.", metavar="ORG/NAME")]
+    out: Annotated[Path, typer.Option(help="Folder of the checkpoint.", file_okay=False)]
+    revision: Annotated[str, typer.Option(help="Commit, tag or branch.")] = "main"
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Only verify a fetched folder again, without the hub.")
+    ] = False
+    wait_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="Only wait, at most so long, until another process fetched it."),
+    ] = None
+
+    def run(self) -> int:
+        """Fetch, verify or wait."""
+        from flare_ray.cli import fetch
+
+        if self.verify and self.wait_s is not None:
+            raise ConfigError("--verify and --wait-s exclude each other: give one")
+        what, where = self.repository, self.out
+        if self.wait_s is not None:
+            limit_s = self.wait_s
+            fetch.wait(what, where, revision=self.revision, limit_s=limit_s, say=typer.echo)
+        elif self.verify:
+            fetch.verify(what, where, revision=self.revision, say=typer.echo)
+        else:
+            fetch.fetch(what, where, revision=self.revision, say=typer.echo)
+        return 0
+
+
 def execute(command: Command, version: bool = False) -> None:
     """Run what the command line library filled in; ends with the command's exit status."""
     raise typer.Exit(command.run())
@@ -203,6 +235,7 @@ for _name, _command in {
     "serve": Serve,
     "debug-serve": DebugServe,
     "chat": Chat,
+    "fetch": Fetch,
 }.items():
     app.command(_name)(_command)
 
