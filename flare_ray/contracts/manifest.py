@@ -43,6 +43,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
         shapes: every prepared round, decode and prefill shape.
         snapshot_rows: prefix snapshots a rank can hold beside the slots; 0 = no prefix cache.
         snapshot_row_bytes: bytes of one of them on one rank, its pages apart.
+        snapshots_inside_rounds: a snapshot may lie at any accepted row of a round, not only at its
+            last one.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
     """
 
@@ -68,6 +70,7 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0
     snapshot_rows: int = 0
     snapshot_row_bytes: int = 0
+    snapshots_inside_rounds: bool = True
 
 
 def manifest_json(manifest: PreparedManifest) -> bytes:

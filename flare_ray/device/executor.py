@@ -1,7 +1,8 @@
 """One rank's executor: a round plan in, a completed record out (contract: T5-T7, S6).
 
-The order of one call: check the plan against catalog and slots, apply hand-overs and grants, copy
-the plan into static inputs, replay, transfer the record, take its checksum. A plan that is refused
+The order of one call: check the plan against catalog and slots, apply saves, hand-overs, restores
+and grants, copy the plan into static inputs, replay, apply captures, transfer the record, take its
+checksum. A plan that is refused
 has changed nothing.
 """
 
@@ -22,7 +23,7 @@ from flare_ray.device.speculation.inputs import FilterBounds, LaneBounds
 from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.layout import StateLimits
-from flare_ray.device.state.ledger import SlotLedger, lanes_of
+from flare_ray.device.state.ledger import SlotLedger, lanes_of, may_publish
 from flare_ray.device.state.store import StateStore
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import Drafter, StateSpec, Target
@@ -38,7 +39,7 @@ class ModelParts:
 
 
 def state_limits(manifest: PreparedManifest, *, publication: bool = False) -> StateLimits:
-    """Sizes of a prepared engine's state."""
+    """Sizes of a prepared engine's state; publication rows exist wherever snapshots do."""
     return StateLimits(
         slots=manifest.slots,
         num_pages=manifest.num_pages,
@@ -47,6 +48,7 @@ def state_limits(manifest: PreparedManifest, *, publication: bool = False) -> St
         device=manifest.device,
         speculation=manifest.speculation,
         publication=publication,
+        snapshot_rows=manifest.snapshot_rows,
     )
 
 
@@ -108,13 +110,12 @@ class RankExecutor:
         self._ledger.check(plan, None if masks is None else len(masks))
         with torch.inference_mode():
             self._ledger.apply(plan)
-            for init in plan.inits:
-                self.store.init_slot(init)
-            for grant in plan.grants:
-                self.store.grant(grant)
+            self._hand_over(plan)
             program.prepare(plan, masks, self._bounds(plan))
             started = time.perf_counter_ns()
             program.replay()
+            for capture in plan.captures:
+                self.store.save(capture)
             lanes = len(plan.lanes) or len(plan.prefill)
             frame, rows = self._frames.transfer(program.record[:lanes])
             elapsed = time.perf_counter_ns() - started
@@ -139,6 +140,17 @@ class RankExecutor:
         with torch.inference_mode():
             self.store.check_integrity()
 
+    def _hand_over(self, plan: RoundPlan) -> None:
+        """State changes between programs, in the order that the plan promises."""
+        for save in plan.saves:
+            self.store.save(save)
+        for init in plan.inits:
+            self.store.init_slot(init)
+        for restore in plan.restores:
+            self.store.restore(restore, keeps_pairs=plan.shape.speculation)
+        for grant in plan.grants:
+            self.store.grant(grant)
+
     def _check_masks(self, masks: np.ndarray | None) -> None:
         if masks is None:
             return
@@ -157,4 +169,4 @@ class RankExecutor:
             any_top_p=any(view.top_p < 1.0 for view in views),
             any_min_p=any(view.min_p > 0.0 for view in views),
         )
-        return LaneBounds(filters, self._ledger.context_pages(plan))
+        return LaneBounds(filters, self._ledger.context_pages(plan), may_publish(plan, views))

@@ -88,9 +88,9 @@ def test_planned_bytes_are_those_allocated(checkpoint, families):
     assert allocated + frames == budget.scratch_bytes
 
 
-@pytest.mark.parametrize("publication", [False, True])
-def test_planned_state_bytes_are_every_tensor_of_the_store(publication):
-    rank = scripted_rank(SCRIPT, Setup(publication=publication))
+@pytest.mark.parametrize(("publication", "snapshots"), [(False, 0), (True, 0), (True, 5)])
+def test_planned_state_bytes_are_every_tensor_of_the_store(publication, snapshots):
+    rank = scripted_rank(SCRIPT, Setup(publication=publication, snapshot_rows=snapshots))
     store, budget = rank.store, rank.manifest.budget
     request = store.request
     tensors = [*store.groups.values(), request.core, request.sampling, request.page_table]
@@ -98,6 +98,10 @@ def test_planned_state_bytes_are_every_tensor_of_the_store(publication):
     if publication:
         rows = store.publication
         tensors += [*rows.rows.values(), rows.published, rows.tail, rows.sampling_vector]
+        tensors.append(request.sampling_vector)
+    if snapshots:
+        kept = store.snapshots
+        tensors += [*kept.rows.values(), kept.tail, kept.sampling_vector]
     assert sum(t.nbytes for t in tensors) == budget.page_bytes + budget.state_bytes
 
 

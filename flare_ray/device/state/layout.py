@@ -125,7 +125,8 @@ class Allocation:
     """One tensor of persistent state.
 
     owner: "page" = the page pool, "group" = per-slot recipe state, "request" = request state,
-    "publication" = publication rows, "snapshot" = prefix snapshots. `name` is unique within its owner.
+    "publication" = publication rows, "snapshot" = prefix snapshots. `name` is unique within its
+    owner.
     """
 
     owner: Literal["page", "group", "request", "publication", "snapshot"]

@@ -20,8 +20,9 @@ from flare_ray.contracts.plan import (
     SlotInit,
 )
 from flare_ray.contracts.record import Field, Status
-from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
 from flare_ray.device.state.layout import pages_for
+from flare_ray.device.state.snapshot_ledger import SnapshotLedger
 from flare_ray.errors import ContractViolation
 
 ACTIVE = Status.ACTIVE.value
@@ -35,6 +36,7 @@ class SlotView:
 
     Attributes:
         pages: page-table entries granted from the start on, without a hole.
+        published: tokens that the slot's publication row stands for; 0 = nothing published.
         speculation: family of the slot's first program; None before it.
         filling: the prompt is not consumed yet.
     """
@@ -45,6 +47,7 @@ class SlotView:
     min_p: float = 0.0
     pages: int = 0
     consumed: int = 0
+    published: int = 0
     budget: int = 0
     filling: bool = True
     ended: bool = True
@@ -64,6 +67,7 @@ class SlotLedger:
         self._columns = table_columns
         self._slots = [SlotView() for _ in range(manifest.slots)]
         self._last_round = NEVER
+        self._snapshots = SnapshotLedger(manifest)
 
     def view(self, slot: int) -> SlotView:
         """The host's view of `slot`, not a copy."""
@@ -82,10 +86,13 @@ class SlotLedger:
             raise ContractViolation(f"round {plan.round_id}: {problem}")
 
     def apply(self, plan: RoundPlan) -> None:
-        """Note a checked plan's hand-overs and grants."""
+        """Note a checked plan's saves, hand-overs, restores and grants."""
         self._last_round = plan.round_id
+        self._snapshots.apply_saves(plan.saves, self._slots)
         for init in plan.inits:
             self._slots[init.slot] = _fresh(init)
+        for restore in plan.restores:
+            self._slots[restore.slot].consumed = restore.consumed
         for grant in plan.grants:
             view = self._slots[grant.slot]
             view.pages = max(view.pages, grant.first_index + len(grant.page_ids))
@@ -104,10 +111,12 @@ class SlotLedger:
             view = self._slots[lane.slot]
             if view.epoch != lane.epoch or not row[Field.STATUS] & ACTIVE:
                 continue
+            view.published = _published(lane, view, row[Field.CONSUMED])
             view.consumed = row[Field.CONSUMED]
             view.budget = row[Field.BUDGET_LEFT]
             view.ended = bool(row[Field.STATUS] & ENDING)
             view.filling = isinstance(lane, PrefillLane) and not lane.final
+        self._snapshots.complete(plan.captures, self._slots)
 
     def context_pages(self, plan: RoundPlan) -> int:
         """Page-table columns that hold every row the plan's live lanes may compute, one at least.
@@ -128,11 +137,14 @@ class SlotLedger:
         if plan.round_id <= self._last_round:
             yield f"ids must rise, the last one was {self._last_round}"
         yield from self._frame_problems(plan, mask_rows)
+        yield from self._snapshots.problems(plan, self._slots)
         # slots as they will stand once the plan's hand-overs and grants are applied
         ahead: dict[int, SlotView] = {}
         for init in plan.inits:
             yield from self._init_problems(init)
             ahead[init.slot] = _fresh(init)
+        for restore in plan.restores:
+            ahead[restore.slot].consumed = restore.consumed
         for grant in plan.grants:
             yield from self._grant_problems(grant, ahead)
         limit = min(plan.context_pages or self._columns, self._columns)
@@ -247,6 +259,30 @@ class SlotLedger:
             yield f"{name}: ends at {end}, the context holds {self._manifest.context_tokens}"
         yield from _family_problems(name, view, shape)
         yield from _page_problems(name, view, end, limit)
+
+
+def may_publish(plan: RoundPlan, views: Sequence[SlotView]) -> bool:
+    """Whether some lane may end a row at a page boundary.
+
+    Args:
+        views: of the plan's lanes, in order.
+    """
+    for lane, view in zip(lanes_of(plan), views, strict=True):
+        if isinstance(lane, PrefillLane):
+            if (lane.start + len(lane.tokens)) % PAGE_TOKENS == 0:
+                return True
+        elif view.consumed % PAGE_TOKENS + plan.shape.verify_width >= PAGE_TOKENS:
+            return True
+    return False
+
+
+def _published(lane: LanePlan | PrefillLane, view: SlotView, consumed: int) -> int:
+    """Tokens of the publication row after a lane went from the view's count to `consumed`."""
+    last = consumed // PAGE_TOKENS * PAGE_TOKENS
+    crossed = last > view.consumed
+    if isinstance(lane, PrefillLane):
+        crossed &= last == consumed
+    return last if crossed else view.published
 
 
 def lanes_of(plan: RoundPlan) -> tuple[LanePlan | PrefillLane, ...]:

@@ -36,6 +36,7 @@ class Setup:
     ordinary: bool = True
     speculative: bool = True
     publication: bool = False
+    snapshot_rows: int = 0
     pool_tokens: int = 0
     token_capacity: int = 1024
 
@@ -75,6 +76,7 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
             weights_bytes=0, page_bytes=0, state_bytes=0, graph_pool_bytes=0, scratch_bytes=0
         ),
         threads=1,
+        snapshot_rows=setup.snapshot_rows,
     )
     limits = state_limits(manifest, publication=setup.publication)
     page_bytes, rest = state_bytes(state(script, world_size), limits)

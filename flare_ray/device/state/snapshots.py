@@ -1,0 +1,80 @@
+"""Snapshot rows: immutable copies of a slot's state after exactly N tokens (contract: M4, M5).
+
+A row holds what a publication row holds: each group's live state, the drafter's feedback tail and
+the head's input. Restored, that state becomes column 0 and the first entries of a window, as a
+prefill would have left it. A row is written once per snapshot and read by any number of slots; the
+host alone knows which tokens it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flare_ray.device.state.layout import Core
+from flare_ray.device.state.publication import Publication
+from flare_ray.device.state.request import RequestState
+from flare_ray.recipes.declaration import StateGroup
+
+
+class SnapshotRows:
+    """Snapshot rows of one rank.
+
+    Attributes:
+        rows: group name -> [M, *published shape].
+        tail: [M, H]; sampling_vector: [M, Hs].
+    """
+
+    def __init__(self, groups: tuple[StateGroup, ...], tensors: Mapping[str, Tensor]) -> None:
+        self.groups = tuple(group for group in groups if group.kind != "page")
+        self.rows = {group.name: tensors[group.name] for group in self.groups}
+        self.tail = tensors["tail"]
+        self.sampling_vector = tensors["sampling_vector"]
+        self._offsets = {
+            group.name: torch.arange(1, group.keep + 1, device=self.tail.device)
+            for group in self.groups
+            if group.kind == "window"
+        }
+
+    def save_published(self, row: int, slot: int, publication: Publication) -> None:
+        """Take over a slot's publication row."""
+        for group in self.groups:
+            self.rows[group.name][row].copy_(publication.rows[group.name][slot])
+        self.tail[row].copy_(publication.tail[slot])
+        self.sampling_vector[row].copy_(publication.sampling_vector[slot])
+
+    def save_live(
+        self, row: int, slot: int, state: Mapping[str, Tensor], request: RequestState
+    ) -> None:
+        """Copy a slot's live state; which column is live is read on the device."""
+        column = request.core[slot, Core.COLUMN].view(1)
+        for group in self.groups:
+            value = state[group.name][slot]
+            if group.kind == "column":
+                value = value.index_select(0, column)[0]
+            elif group.kind == "window":
+                value = value.index_select(0, column + self._offsets[group.name])
+            self.rows[group.name][row].copy_(value)
+        if request.tail is not None:
+            self.tail[row].copy_(request.tail[slot])
+        if request.sampling_vector is not None:
+            self.sampling_vector[row].copy_(request.sampling_vector[slot])
+
+    def restore(
+        self, row: int, slot: int, state: Mapping[str, Tensor], request: RequestState
+    ) -> None:
+        """Make a row's state the live one of a fresh slot, whose live column is 0."""
+        for group in self.groups:
+            value, target = self.rows[group.name][row], state[group.name][slot]
+            if group.kind == "column":
+                target[0].copy_(value)
+            elif group.kind == "window":
+                target[1 : 1 + group.keep].copy_(value)
+            else:
+                target.copy_(value)
+        if request.tail is not None:
+            request.tail[slot].copy_(self.tail[row])
+        if request.sampling_vector is not None:
+            request.sampling_vector[slot].copy_(self.sampling_vector[row])
