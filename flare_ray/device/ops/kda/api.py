@@ -75,12 +75,8 @@ class DeltaRule:
         _check(rows, saved, batch * width)
         if width > self._max_width:
             raise ContractViolation(f"{width} rows in a round, prepared for {self._max_width}")
-        if saved.rows.device.type == "cpu" and saved.rows.is_contiguous():
-            from flare_ray.device.ops.kda import numba
-
-            decay = rows.log_decay.exp()
-            places = {"saved": saved.rows, "read": saved.read, "write": saved.write}
-            return numba.run(rows.qkv, decay, rows.beta, **places)
+        if _compiles(saved.rows):
+            return _run_compiled(rows.qkv, rows.log_decay, rows.beta, saved)
         state = saved.rows.index_select(0, saved.read)
         inputs = (rows.qkv, rows.log_decay, rows.beta, state)
         if self._unrolls:
@@ -103,10 +99,13 @@ class DeltaRule:
         _check(rows, saved, batch)
         expect_shape("valid", valid, batch, rows.qkv.shape[1])
         takes_part = valid.to(torch.float32).unsqueeze(-1)
+        log_decay, beta = rows.log_decay * takes_part.unsqueeze(-1), rows.beta * takes_part
+        if _compiles(saved.rows):
+            return _run_compiled(rows.qkv, log_decay, beta, saved)
         output, state = chunked.run(
             rows.qkv,
-            rows.log_decay * takes_part.unsqueeze(-1),
-            rows.beta * takes_part,
+            log_decay,
+            beta,
             saved.rows.index_select(0, saved.read),
             self._sub,
         )
@@ -123,3 +122,14 @@ def _check(rows: DeltaRows, saved: SavedStates, writes: int) -> None:
     expect_shape("rows", saved.rows, None, heads, dim, dim)
     expect_shape("read", saved.read, batch)
     expect_shape("write", saved.write, writes)
+
+
+def _compiles(saved: Tensor) -> bool:
+    return saved.device.type == "cpu" and saved.is_contiguous()
+
+
+def _run_compiled(qkv: Tensor, log_decay: Tensor, beta: Tensor, saved: SavedStates) -> Tensor:
+    from flare_ray.device.ops.kda import numba
+
+    places = {"saved": saved.rows, "read": saved.read, "write": saved.write}
+    return numba.run(qkv, log_decay.exp(), beta, **places)

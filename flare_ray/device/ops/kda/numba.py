@@ -1,7 +1,8 @@
-"""A round's rows on CPU, one head at a time: the state stays in the core's cache between rows.
+"""The delta rule on CPU, one head at a time: the state stays in the core's cache between rows.
 
-The definition of `reference.delta_rule`, row by row: two passes over a head's [D, D] state, the
-second of which also writes it where the row's state is kept.
+The definition of `reference.delta_rule`, row by row: two passes over a head's [D, D] state. A round
+keeps the state after each row, a prefill the last one; both compute each row alike, so that a
+prompt's chunking changes no bit.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
 
 
 @inner
-def step(state, query, key, value, decay, beta, delta, out, kept):
-    """One row: state [D, D] is advanced and copied to `kept`; delta [D] is scratch."""
+def step(state, row, decay, beta, delta, out, kept):
+    """Advance state [D, D] by one row [3, D]: its query, key and value; delta [D] is scratch. The
+    new state goes to `kept` too, which may be `state` itself."""
+    query, key, value = row
     dim = key.shape[0]
     length_q, length_k = np.float32(0.0), np.float32(0.0)
     for i in range(dim):
@@ -46,46 +49,53 @@ def step(state, query, key, value, decay, beta, delta, out, kept):
             out[j] += q * new
 
 
-@kernel("iiiiiiiiiiii")
-def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows):
+@kernel("iiiiiiiiiiiii")
+def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all):
     inputs = cube(qkv, lanes * width, 3 * heads, dim, np.float32)
     decays = cube(decay, lanes * width, heads, dim, np.float32)
     betas = matrix(beta, lanes * width, heads, np.float32)
     states = cube(saved, rows * heads, dim, dim, np.float32)
     outputs = cube(out, lanes * width, heads, dim, np.float32)
-    first, place = vector(read, lanes, np.int64), vector(write, lanes * width, np.int64)
+    first = vector(read, lanes, np.int64)
+    place = vector(write, lanes * width if keeps_all else lanes, np.int64)
     state = np.empty((dim, dim), np.float32)
     delta = np.empty(dim, np.float32)
     for lane in range(lanes):
         for head in range(heads):
             # A copy: the row read may be one of those written.
             state[:] = states[first[lane] * heads + head]
-            for row in range(lane * width, (lane + 1) * width):
+            for t in range(width):
+                row = lane * width + t
+                line = inputs[row]
+                parts = (line[head], line[heads + head], line[2 * heads + head])
+                kept = state
+                if keeps_all:
+                    kept = states[place[row] * heads + head]
                 step(
                     state,
-                    inputs[row, head],
-                    inputs[row, heads + head],
-                    inputs[row, 2 * heads + head],
+                    parts,
                     decays[row, head],
                     betas[row, head],
                     delta,
                     outputs[row, head],
-                    states[place[row] * heads + head],
+                    kept,
                 )
+            if not keeps_all:
+                states[place[lane] * heads + head] = state
 
 
 def run(
     qkv: Tensor, decay: Tensor, beta: Tensor, *, saved: Tensor, read: Tensor, write: Tensor
 ) -> Tensor:
-    """As `reference.delta_rule`, but writes each row's state and returns the outputs only.
+    """As `reference.delta_rule`, but writes states and returns the outputs only.
 
     Args:
         qkv: [B, T, 3, H, D] float32, before normalisation.
-        decay: [B, T, H, D] float32, factors in (0, 1].
-        beta: [B, T, H] float32.
+        decay: [B, T, H, D] float32, factors in (0, 1]; 1 where a row leaves the state alone.
+        beta: [B, T, H] float32, 0 there.
         saved: [M, H, D, D] float32, contiguous, written in place.
         read: [B] int64 rows of `saved`.
-        write: [B * T] int64 rows of `saved`.
+        write: rows of `saved`, int64: [B * T], one for every row's state, or [B], for the last's.
     """
     lanes, width, _, heads, dim = qkv.shape
     qkv, decay, beta = qkv.contiguous(), decay.contiguous(), beta.contiguous()
@@ -104,5 +114,6 @@ def run(
         heads,
         dim,
         saved.shape[0],
+        write.shape[0] != lanes or width == 1,
     )
     return out
