@@ -81,7 +81,7 @@ def read_document(path: Path) -> Document:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     try:
-        document = yaml.load(text, Loader=_UniqueKeyLoader)
+        document = yaml.load(text, Loader=UniqueKeyLoader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(document, dict):
@@ -290,10 +290,11 @@ def _suggestion(key: str, known: list[str]) -> str:
     return f"; known here: {', '.join(listed[:MAX_LISTED_KEYS])}{more}"
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
+class UniqueKeyLoader(yaml.SafeLoader):
     """Plain YAML keeps the last of two equal keys and says nothing."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys all differ."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         repeated = sorted({str(key) for key in keys if keys.count(key) > 1})
         if repeated:

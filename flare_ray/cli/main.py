@@ -92,15 +92,23 @@ class Plan(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check a deployment file strictly: every key, every value."""
+    """Check a deployment file strictly, or what `helm template` writes: every key, every value,
+    and whether a rendered cluster fits."""
 
-    file: _File
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Deployment file (YAML), or rendered objects; - is standard input.",
+            metavar="FILE|-",
+            allow_dash=True,
+        ),
+    ]
 
     def run(self) -> int:
-        """Print what the file deploys."""
-        from flare_ray.cli.config_check import check_file
+        """Print what it deploys."""
+        from flare_ray.cli.cluster_check import check_source
 
-        typer.echo(check_file(self.file))
+        typer.echo(check_source(self.file))
         return 0
 
 
