@@ -18,6 +18,7 @@ import msgspec
 import ray
 
 from flare_ray.actors.listener import connect as connect_to_engine
+from flare_ray.actors.openmp import wait_passively
 from flare_ray.actors.rank_loop import (
     EXIT_FAILED,
     EXIT_HUNG_UP,
@@ -81,6 +82,7 @@ def prepare_on_device(start: RankStart) -> RankExecutor:
     Raises:
         FlareError: the group did not form, the checkpoint is wrong, or it does not fit.
     """
+    wait_passively()
     import torch
 
     from flare_ray.device.parallel.distributed import Rendezvous, connect

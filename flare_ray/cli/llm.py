@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 
+from flare_ray.actors.openmp import wait_passively
 from flare_ray.cli.options import engine_config
 from flare_ray.cli.outputs import RequestOutput, StreamOutput
 from flare_ray.cli.runner import Job, Runner
@@ -80,6 +81,7 @@ class LLM:
         return llm
 
     def _open(self, config: EngineConfig) -> None:
+        wait_passively()
         from flare_ray.actors.inprocess import start_inprocess
         from flare_ray.frontend.tokenizer import TextCodec
         from flare_ray.recipes import registry

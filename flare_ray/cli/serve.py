@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import typer
 
+from flare_ray.actors.openmp import wait_passively
 from flare_ray.cli.config_check import IMPORT_PATH, check_document, read_document
 from flare_ray.cli.options import EngineOptions, engine_config, merge
 from flare_ray.cli.source import deployment_of, engine_of
@@ -192,6 +193,7 @@ def debug_serve(source: Path, options: EngineOptions, *, host: str, port: int) -
     """
     import uvicorn
 
+    wait_passively()
     from flare_ray.actors.inprocess import start_inprocess
     from flare_ray.frontend.api import build_api
     from flare_ray.frontend.inprocess import InProcessClient
