@@ -9,7 +9,16 @@ from __future__ import annotations
 import msgspec
 
 from flare_ray.contracts.manifest import PreparedManifest
-from flare_ray.contracts.plan import PageGrant, PrefillLane, RoundPlan, SlotInit
+from flare_ray.contracts.plan import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_RULES,
+    LogitRule,
+    PageGrant,
+    PrefillLane,
+    RoundPlan,
+    SlotInit,
+)
 from flare_ray.contracts.record import RoundReply
 from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.errors import ConfigError, ContractViolation
@@ -138,7 +147,8 @@ def check_message_bounds(manifest: PreparedManifest) -> None:
 
 
 def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan:
-    """Every lane starts a request, fills its chunk and is granted the chunk's pages."""
+    """Every lane starts a request, fills its chunk and is granted the chunk's pages; one of them
+    brings as many rules as a plan may hold."""
     token, page, large = manifest.vocab_size - 1, manifest.num_pages - 1, 2**62
     lanes = range(shape.batch_capacity)
     pages = shape.token_capacity // manifest.page_tokens + 2
@@ -157,6 +167,11 @@ def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan
                 top_p=0.5,
                 min_p=0.5,
                 eos_ids=(token,) * len(manifest.eos_ids),
+                repetition=1.5,
+                presence=0.5,
+                frequency=0.5,
+                rules=(LogitRule(token, 0.5),) * (0 if lane else MAX_LOGIT_RULES),
+                bad_words=((token,) * MAX_BAD_WORD_TOKENS,) * (0 if lane else MAX_BAD_WORDS),
             )
             for lane in lanes
         ),

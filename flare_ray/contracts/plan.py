@@ -14,6 +14,28 @@ from flare_ray.contracts.shapes import GraphShape
 
 MAX_EOS_IDS = 16
 """Terminal token ids one slot may hold on the device."""
+MAX_LOGIT_RULES = 512
+"""Logit rules one slot may hold: OpenAI documents 300 biased tokens; the rest is for min_tokens."""
+MAX_BAD_WORDS = 128
+"""Banned token sequences one slot may hold."""
+MAX_BAD_WORD_TOKENS = 8
+"""Longest banned sequence."""
+ALWAYS = 1 << 62
+"""A position no row has: a rule that never lapses."""
+
+
+class LogitRule(msgspec.Struct, frozen=True, array_like=True):
+    """Adds `addend` to one token's logit in every row whose position lies below `before`.
+
+    Attributes:
+        addend: finite, or -inf for a ban.
+        before: row position, that is consumed tokens in front of the row's input; ALWAYS = every
+            row.
+    """
+
+    token: int
+    addend: float
+    before: int = ALWAYS
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +49,14 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
         seed: unsigned 64-bit request seed; keys per domain follow from rng.stream_key.
         budget: output tokens the device may emit.
         eos_ids: device-visible terminal tokens, at most MAX_EOS_IDS; empty under ignore_eos.
+        repetition: divides positive and multiplies negative logits of tokens in prompt or output;
+            1 = off.
+        presence / frequency: subtracted once / per occurrence of generated tokens; 0 = off.
+        rules: logit bias and bans, at most MAX_LOGIT_RULES.
+        bad_words: sequences whose last token is banned where the generated tokens end in the
+            others; at most MAX_BAD_WORDS of 1 .. MAX_BAD_WORD_TOKENS tokens.
+        generated_from: position from which prefilled tokens count as generated (resume after
+            preemption); ALWAYS = all of them are prompt.
     """
 
     slot: int
@@ -39,6 +69,17 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     top_p: float
     min_p: float
     eos_ids: tuple[int, ...]
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    rules: tuple[LogitRule, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    generated_from: int = ALWAYS
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the slot's token counts are read (contract: K3)."""
+        return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
 
 class PageGrant(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling as a user writes it; None means the checkpoint's default (contract: S3).
 
     Temperature 0 means greedy: it is run as top-k 1 under the same sampler (contract: S2).
+    `logit_bias` pairs token ids with addends; `bad_words` are token sequences.
     """
 
     temperature: float | None = None
@@ -22,14 +23,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling as the device runs it: every value explicit and inside its range.
 
     temperature > 0; top_k >= 0, 0 = off, never above the vocabulary; 0 < top_p <= 1; 0 <= min_p <
-    1; seed in [0, 2**64).
-    Filters apply in this order: temperature, top-k, top-p, min-p.
+    1; seed in [0, 2**64); repetition_penalty > 0.
+    Order: repetition penalty (prompt and output), presence and frequency penalties (output), logit
+    bias and min_tokens, bad words, grammar mask, temperature, top-k, top-p, min-p.
+
+    Attributes:
+        logit_bias: (token, addend).
+        min_tokens: generated tokens before which neither EOS nor a stop may end the output.
+        bad_words: token sequences that the output may not contain.
     """
 
     temperature: float
@@ -37,6 +50,12 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float
     min_p: float
     seed: int
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,17 +10,38 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
+from flare_ray.contracts.plan import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_EOS_IDS,
+    MAX_LOGIT_RULES,
+    LanePlan,
+    PageGrant,
+    PrefillLane,
+    RoundPlan,
+    SlotInit,
+)
+from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
 from flare_ray.controller.catalog import ServedCatalog
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import pages_for
+from flare_ray.controller.sampling import logit_rules
 from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
 
 PROGRAM_OVERHEAD_ROWS = 32
 """Fixed cost of a prefill program in rows, for weighing one wide program against several narrow
 ones. A guess: the two differ little where it matters."""
+
+
+RULE_BYTES = 24
+WORD_TOKEN_BYTES = 5
+PLAN_RULE_BYTES = (
+    RULE_BYTES * MAX_LOGIT_RULES + WORD_TOKEN_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
+)
+"""Encoded logit rules and banned words that one plan may hand over: those of the largest request,
+which fit one message beside the largest chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,7 @@ class Planner:
     ) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
         prompts.sort(key=lambda live: live.last_chunk_round)
         shape = self._prefill_shape(prompts)
-        chosen = tuple(prompts[: shape.batch_capacity])
+        chosen = _within_message(prompts[: shape.batch_capacity])
         inits = tuple(self._slot_init(live) for live in chosen if not live.planned_tokens)
         grants: list[PageGrant] = []
         lanes = []
@@ -148,6 +169,11 @@ class Planner:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             eos_ids=() if request.ignore_eos else self._eos_ids,
+            repetition=sampling.repetition_penalty,
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+            rules=logit_rules(request, self._eos_ids),
+            bad_words=sampling.bad_words,
         )
 
     # Rounds.
@@ -201,3 +227,21 @@ class Planner:
             page_ids = self._admission.pool.grant(live.uid, missing)
             grants.append(PageGrant(live.slot, live.granted_pages, page_ids))
             live.granted_pages = pages
+
+
+def _within_message(prompts: list[LiveRequest]) -> tuple[LiveRequest, ...]:
+    """Those whose hand-overs fit one plan, the first one always; the others wait a turn."""
+    chosen, total = [], 0
+    for live in prompts:
+        needed = 0 if live.planned_tokens else _rule_bytes(live.request)
+        if not needed or not total or total + needed <= PLAN_RULE_BYTES:
+            total += needed
+            chosen.append(live)
+    return tuple(chosen)
+
+
+def _rule_bytes(request: GenerationRequest) -> int:
+    sampling = request.sampling
+    enders = (len(request.stop_token_ids) + MAX_EOS_IDS) * bool(sampling.min_tokens)
+    words = sum(map(len, sampling.bad_words))
+    return RULE_BYTES * (len(sampling.logit_bias) + enders) + WORD_TOKEN_BYTES * words

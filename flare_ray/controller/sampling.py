@@ -9,7 +9,15 @@ import secrets
 import msgspec
 
 from flare_ray.contracts.manifest import SamplingDefaults
-from flare_ray.contracts.request import SamplingParams, SamplingSpec
+from flare_ray.contracts.plan import (
+    ALWAYS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_EOS_IDS,
+    MAX_LOGIT_RULES,
+    LogitRule,
+)
+from flare_ray.contracts.request import GenerationRequest, SamplingParams, SamplingSpec
 from flare_ray.errors import InvalidRequest
 from flare_ray.rng import MASK64
 
@@ -20,6 +28,13 @@ smaller could only overflow."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 """Bounds of the held-back text and of the search per round."""
+MAX_STOP_TOKEN_IDS = 96
+MAX_LOGIT_BIAS = MAX_LOGIT_RULES - MAX_STOP_TOKEN_IDS - MAX_EOS_IDS
+"""Biased tokens; min_tokens needs a rule for each token that could end the output."""
+MAX_REPETITION_PENALTY = 100.0
+BIAS_RANGE = 100.0
+PENALTY_RANGE = 2.0
+"""The ranges OpenAI documents."""
 
 
 class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,9 +68,15 @@ def resolve(
     Raises:
         InvalidRequest: a value is out of its range; `param` names the field.
     """
+    max_tokens = _max_tokens(params.max_tokens, prompt_tokens, context_tokens)
+    if not 0 <= params.min_tokens <= max_tokens:
+        raise InvalidRequest(
+            f"min_tokens must lie between 0 and max_tokens {max_tokens}, got {params.min_tokens}",
+            param="min_tokens",
+        )
     return ResolvedSampling(
         sampling=_sampling_spec(params, defaults, vocab_size),
-        max_tokens=_max_tokens(params.max_tokens, prompt_tokens, context_tokens),
+        max_tokens=max_tokens,
         stop=_stop_bytes(params.stop),
         include_stop=params.include_stop_str_in_output,
         stop_token_ids=_stop_token_ids(params.stop_token_ids, vocab_size),
@@ -80,10 +101,99 @@ def _sampling_spec(
     if not 0 <= min_p < 1:
         raise InvalidRequest(f"min_p must be at least 0 and below 1, got {min_p:g}", param="min_p")
     top_k = _top_k(params.top_k, defaults.top_k, vocab_size)
-    seed = _seed(params.seed)
     if temperature < GREEDY_BELOW_TEMPERATURE:
-        return SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=seed)
-    return SamplingSpec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        temperature, top_k, top_p, min_p = 1.0, 1, 1.0, 0.0
+    repetition = _number("repetition_penalty", params.repetition_penalty, 1.0)
+    if not 0 < repetition <= MAX_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"repetition_penalty must be greater than 0 and at most {MAX_REPETITION_PENALTY:g}, "
+            f"got {repetition:g}",
+            param="repetition_penalty",
+        )
+    return SamplingSpec(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=_seed(params.seed),
+        repetition_penalty=repetition,
+        presence_penalty=_penalty("presence_penalty", params.presence_penalty),
+        frequency_penalty=_penalty("frequency_penalty", params.frequency_penalty),
+        logit_bias=_logit_bias(params.logit_bias, vocab_size),
+        min_tokens=params.min_tokens,
+        bad_words=_bad_words(params.bad_words, vocab_size),
+    )
+
+
+def logit_rules(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[LogitRule, ...]:
+    """What the device adds to logits: the request's bias, and bans that hold min_tokens.
+
+    The row at position P draws output token number P + 2 - (prompt tokens), counted from one.
+
+    Args:
+        eos_ids: the checkpoint's terminal tokens.
+    """
+    sampling = request.sampling
+    rules = [LogitRule(token, addend, ALWAYS) for token, addend in sampling.logit_bias]
+    if sampling.min_tokens:
+        before = len(request.prompt_tokens) - 1 + sampling.min_tokens
+        enders = set(request.stop_token_ids).union(() if request.ignore_eos else eos_ids)
+        rules += [LogitRule(token, -math.inf, before) for token in sorted(enders)]
+    return tuple(rules)
+
+
+def _penalty(param: str, value: float) -> float:
+    penalty = _number(param, value, 0.0)
+    if not -PENALTY_RANGE <= penalty <= PENALTY_RANGE:
+        raise InvalidRequest(
+            f"{param} must lie between {-PENALTY_RANGE:g} and {PENALTY_RANGE:g}, got {penalty:g}",
+            param=param,
+        )
+    return penalty
+
+
+def _logit_bias(
+    bias: tuple[tuple[int, float], ...], vocab_size: int
+) -> tuple[tuple[int, float], ...]:
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise InvalidRequest(
+            f"logit_bias may name {MAX_LOGIT_BIAS} tokens, got {len(bias)}", param="logit_bias"
+        )
+    for token, addend in bias:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"logit_bias: token ids must lie in 0..{vocab_size - 1}, got {token}",
+                param="logit_bias",
+            )
+        if not -BIAS_RANGE <= addend <= BIAS_RANGE:
+            raise InvalidRequest(
+                f"logit_bias: values must lie between {-BIAS_RANGE:g} and {BIAS_RANGE:g}, got "
+                f"{addend:g} for token {token}",
+                param="logit_bias",
+            )
+    return bias
+
+
+def _bad_words(words: tuple[tuple[int, ...], ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequest(
+            f"bad_words may come to {MAX_BAD_WORDS} token sequences (a word counts once as it is "
+            f"and once after a space), got {len(words)}",
+            param="bad_words",
+        )
+    for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(
+                f"bad_words: a word may have 1 to {MAX_BAD_WORD_TOKENS} tokens, got {len(word)}",
+                param="bad_words",
+            )
+        if not all(0 <= token < vocab_size for token in word):
+            raise InvalidRequest(
+                f"bad_words: token ids must lie in 0..{vocab_size - 1}", param="bad_words"
+            )
+    if len({word for word in words if len(word) == 1}) >= vocab_size:
+        raise InvalidRequest("bad_words bans every token", param="bad_words")
+    return words
 
 
 def _number(param: str, value: float | None, default: float) -> float:
@@ -161,6 +271,11 @@ def _stop_bytes(stop: tuple[str, ...]) -> tuple[bytes, ...]:
 
 
 def _stop_token_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are taken, got {len(ids)}",
+            param="stop_token_ids",
+        )
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InvalidRequest(

@@ -3,11 +3,13 @@
 The only stop logic of the project. It sees each generated token once, in order, and decides
 identically whatever the number of tokens per round:
 
-1. An EOS or a stop token id ends the request; that token is hidden.
+1. An EOS or a stop token id ends the request; that token is hidden. Under `min_tokens` the device
+   offers none before its time.
 2. A stop string ends it at the first byte at which any of them is complete (of several that
    complete there, the longest counts). The string is searched in the bytes of the output, so it
    may begin and end inside tokens. Visible is what stands before it, or through its end if the
    request includes stops.
+   A string that is complete within the first `min_tokens` tokens is passed over.
 3. `max_tokens` generated tokens end it.
 
 A token whose bytes may belong to a stop string that is not complete yet is held back; it is handed
@@ -76,8 +78,11 @@ class _Pattern:
             border += text[place] == text[border]
             self._fallback[place] = border
 
-    def scan(self, chunk: bytes) -> int:
-        """Bytes of `chunk` through the end of the first match; 0 = none yet."""
+    def scan(self, chunk: bytes, ignored: int = 0) -> int:
+        """Bytes of `chunk` through the end of the first match; 0 = none yet.
+
+        A match that ends within the first `ignored` bytes is passed over.
+        """
         if not self.matched and self.text[0] not in chunk:
             return 0
         matched, text = self.matched, self.text
@@ -87,7 +92,9 @@ class _Pattern:
             if text[matched] == byte:
                 matched += 1
                 if matched == len(text):
-                    return place
+                    if place > ignored:
+                        return place
+                    matched = self._fallback[matched - 1]
         self.matched = matched
         return 0
 
@@ -107,6 +114,7 @@ class OutputStops:
         "_held",
         "_include_stop",
         "_max_tokens",
+        "_min_tokens",
         "_patterns",
         "_token_bytes",
         "_total_bytes",
@@ -122,6 +130,7 @@ class OutputStops:
         self._patterns = tuple(map(_Pattern, request.stop))
         self._include_stop = request.include_stop
         self._max_tokens = request.max_tokens
+        self._min_tokens = request.sampling.min_tokens
         self._token_bytes = token_bytes
         self._total_bytes = 0
         self._held: list[_Held] = []
@@ -167,10 +176,12 @@ class OutputStops:
         """Append `tokens` to the held ones and end the output if a stop string is complete."""
         start = self._total_bytes
         chunk = self._append(tokens)
+        early = max(0, min(self._min_tokens - generated_before, len(tokens)))
+        ignored = sum(len(self._token_bytes[token]) for token in tokens[:early]) if early else 0
         best: _Pattern | None = None
         best_end = len(chunk) + 1
         for pattern in self._patterns:
-            length = pattern.scan(chunk)
+            length = pattern.scan(chunk, ignored)
             longer = best is not None and len(pattern.text) > len(best.text)
             if length and (length < best_end or (length == best_end and longer)):
                 best, best_end = pattern, length

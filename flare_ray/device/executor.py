@@ -46,6 +46,7 @@ def state_limits(manifest: PreparedManifest, *, publication: bool = False) -> St
         context_tokens=manifest.context_tokens,
         dtype=manifest.dtype,
         device=manifest.device,
+        vocab_size=manifest.vocab_size,
         speculation=manifest.speculation,
         publication=publication,
         snapshot_rows=manifest.snapshot_rows,
@@ -168,5 +169,8 @@ class RankExecutor:
             every_lane_greedy=all(view.top_k == 1 for view in views),
             any_top_p=any(view.top_p < 1.0 for view in views),
             any_min_p=any(view.min_p > 0.0 for view in views),
+            any_penalty=any(view.penalised for view in views),
+            max_rules=max(view.num_rules for view in views),
+            max_bad_words=max(view.num_bad_words for view in views),
         )
         return LaneBounds(filters, self._ledger.context_pages(plan), may_publish(plan, views))

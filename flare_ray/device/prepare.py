@@ -122,6 +122,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         context_tokens=config.context_tokens,
         dtype=config.dtype,
         device=config.device,
+        vocab_size=geometry.vocab_size,
         speculation=options.speculative,
     )
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)

@@ -93,6 +93,12 @@ class TextCodec:
             ids += tokenizer.encode(text, add_special_tokens=False).ids
         return "".join(text for text, _ in pieces), ids
 
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that spell each word at a text's start and after a space."""
+        spellings = [text for word in words for text in (word, f" {word}")]
+        encoded = self._tokenizer.encode_batch(spellings, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(entry.ids) for entry in encoded))
+
     @cached_property
     def _plain(self) -> Tokenizer:
         """The same vocabulary without its added tokens; loaded on first need."""

@@ -95,6 +95,7 @@ def test_planned_state_bytes_are_every_tensor_of_the_store(publication, snapshot
     request = store.request
     tensors = [*store.groups.values(), request.core, request.sampling, request.page_table]
     tensors.append(request.tail)
+    tensors += [getattr(request.logits, name) for name in request.logits.__slots__]
     if publication:
         rows = store.publication
         tensors += [*rows.rows.values(), rows.published, rows.tail, rows.sampling_vector]

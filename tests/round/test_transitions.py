@@ -23,7 +23,9 @@ def everything(rank) -> list[torch.Tensor]:
     request = store.request
     pages = ("token_pages", "pair_pages")
     groups = [t[1:] if name in pages else t[:-1] for name, t in store.groups.items()]
-    return [t.clone() for t in (*groups, request.core, request.page_table, request.tail[:-1])]
+    logits = [getattr(request.logits, name) for name in request.logits.__slots__]
+    tensors = (*groups, request.core, request.page_table, request.tail[:-1], *logits)
+    return [t.clone() for t in tensors]
 
 
 def same(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:

@@ -103,6 +103,7 @@ class GlmDriver:
             context_tokens=(num_pages - 1) * PAGE,
             dtype=dtype,
             device=device,
+            vocab_size=self.geometry.vocab_size,
             speculation=True,
         )
         self.store = StateStore(resolve(RECIPE.state)(self.geometry, comm.size), limits)

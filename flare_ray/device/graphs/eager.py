@@ -33,7 +33,15 @@ from flare_ray.errors import ContractViolation
 
 WARM_PAGES = 2
 """Page-table columns in view during warm-up: one more than one page, so gathers see two."""
-ALL_FILTERS = FilterBounds(max_top_k=1, every_lane_greedy=False, any_top_p=True, any_min_p=True)
+ALL_FILTERS = FilterBounds(
+    max_top_k=1,
+    every_lane_greedy=False,
+    any_top_p=True,
+    any_min_p=True,
+    any_penalty=True,
+    max_rules=1,
+    max_bad_words=1,
+)
 
 
 class Arena:

@@ -86,6 +86,9 @@ class FilterBounds:
     every_lane_greedy: bool = False
     any_top_p: bool = False
     any_min_p: bool = False
+    any_penalty: bool = False
+    max_rules: int = 0
+    max_bad_words: int = 0
 
 
 @dataclass(frozen=True, slots=True)

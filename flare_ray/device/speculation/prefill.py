@@ -38,6 +38,7 @@ from flare_ray.device.speculation.commit import (
 )
 from flare_ray.device.speculation.inputs import ChunkField, HostFacts, PrefillInputs
 from flare_ray.device.speculation.lanes import Lanes, Planned, open_lanes
+from flare_ray.device.speculation.logits import adjusted_logits, count_consumed, count_emitted
 from flare_ray.device.speculation.record import Emission, write_record
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.layout import KEYS, Core, Phase
@@ -83,8 +84,9 @@ def run_prefill(
     output = model.target.forward(rows, model.store.groups)
     if shape.speculation:
         _absorb_chunk(model, lanes, rows, output)
-    first = _first_token(output, inputs, lanes, rows, facts)
-    _finish(model, shape, inputs, scratch, _Chunk(lanes, rows, output, first, facts.publishes))
+    chunk = _Chunk(lanes, rows, output, facts)
+    first = _first_token(model, inputs, chunk)
+    _finish(model, shape, inputs, scratch, (chunk, first))
 
 
 @dataclass(slots=True)
@@ -92,8 +94,7 @@ class _Chunk:
     lanes: Lanes
     rows: Rows
     output: TargetOutput
-    first: FirstToken
-    publishes: bool
+    facts: HostFacts
 
 
 def _chunk_rows(lanes: Lanes, planned: Tensor, offsets: Tensor) -> Rows:
@@ -130,11 +131,13 @@ def _absorb_chunk(model: Model, lanes: Lanes, rows: Rows, output: TargetOutput) 
     )
 
 
-def _first_token(
-    output: TargetOutput, inputs: PrefillInputs, lanes: Lanes, rows: Rows, facts: HostFacts
-) -> FirstToken:
-    """Stage 3; its draw is that of a round in which the last prompt token was pending."""
-    planned = inputs.lanes
+def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstToken:
+    """Stage 3; its draw is that of a round in which the last prompt token was pending.
+
+    The prompt's last chunk is counted first: the first token is penalised for all of it.
+    """
+    planned, lanes, rows, facts = inputs.lanes, chunk.lanes, chunk.rows, chunk.facts
+    count_consumed(rows, model.store.request, facts.filters)
     given = planned[:, ChunkField.PENDING]
     final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
     if not facts.sampled:
@@ -142,7 +145,8 @@ def _first_token(
     masks = None
     if facts.masked:
         masks = MaskRows(inputs.masks, planned[:, ChunkField.MASKED] > 0)
-    logits = masked_logits(output.logits, masks)
+    adjusted = adjusted_logits(chunk.output.logits, rows, model.store.request, facts.filters)
+    logits = masked_logits(adjusted, masks)
     sampled = final & (given < 0)
     healthy = healthy_lanes(logits, sampled.unsqueeze(1))
     consumed = lanes.field(Core.CONSUMED) + rows.lengths
@@ -159,10 +163,11 @@ def _finish(
     shape: GraphShape,
     inputs: PrefillInputs,
     scratch: PrefillScratch,
-    chunk: _Chunk,
+    done: tuple[_Chunk, FirstToken],
 ) -> None:
     """Stage 4."""
-    planned, lanes, rows, first = inputs.lanes, chunk.lanes, chunk.rows, chunk.first
+    chunk, first = done
+    planned, lanes, rows = inputs.lanes, chunk.lanes, chunk.rows
     final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
     emitted = (first.sampled & first.healthy).to(torch.int64)
     is_eos = (first.token.unsqueeze(1) == lanes.eos_ids).any(1)
@@ -181,12 +186,14 @@ def _finish(
         keeps_pairs=shape.speculation,
     )
     store = model.store
+    pending = (final & first.healthy).to(torch.int64)
+    count_emitted(rows, first.token.unsqueeze(1), pending, store.request, chunk.facts.filters)
     model.target.commit(rows, rows.lengths, store.groups)
     last = (rows.lengths - 1).clamp_(min=0)
     save_sampling(store, lanes.slots, row_at(chunk.output.sampling, last))
     if shape.speculation:
         save_tail(store, lanes.slots, row_at(chunk.output.feedback, last))
-    if chunk.publishes:
+    if chunk.facts.publishes:
         publish_boundary(store, lanes, rows, chunk.output, rows.lengths)
     none = torch.zeros_like(emitted)
     flags = lanes.active * (

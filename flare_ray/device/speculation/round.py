@@ -44,6 +44,7 @@ from flare_ray.device.speculation.commit import (
 )
 from flare_ray.device.speculation.inputs import HostFacts, LaneField, RoundInputs
 from flare_ray.device.speculation.lanes import Draws, Lanes, Planned, open_lanes, round_draws
+from flare_ray.device.speculation.logits import adjusted_logits, count_emitted
 from flare_ray.device.speculation.proposal import Proposals
 from flare_ray.device.speculation.record import Emission, write_record
 from flare_ray.device.state.layout import Core, Phase
@@ -97,8 +98,10 @@ def run_round(
     candidates = _draft(model, shape, inputs, scratch, _Stage(lanes, draws, facts))
     rows = _verify_rows(lanes, candidates, scratch.positions)
     output = model.target.forward(rows, model.store.groups)
-    verdict = _accept(output, inputs, scratch, _Verification(rows, candidates, lanes, draws, facts))
+    work = _Verification(rows, candidates, lanes, draws, facts)
+    verdict = _accept(model, output, inputs, scratch, work)
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
+    count_emitted(rows, verdict.tokens, emitted, model.store.request, facts.filters)
     if facts.publishes:
         publish_boundary(model.store, lanes, rows, output, emitted)
     emission = _emission(shape, planned, lanes, candidates, _Done(verdict, emitted))
@@ -189,13 +192,18 @@ def _verify_rows(lanes: Lanes, candidates: Candidates, offsets: Tensor) -> Rows:
 
 
 def _accept(
-    output: TargetOutput, inputs: RoundInputs, scratch: RoundScratch, work: _Verification
+    model: Model,
+    output: TargetOutput,
+    inputs: RoundInputs,
+    scratch: RoundScratch,
+    work: _Verification,
 ) -> Verdict:
     """Stage 3."""
     masks = None
     if work.facts.masked:
         masks = MaskRows(inputs.masks, inputs.lanes[:, LaneField.MASKED] > 0)
-    logits = masked_logits(output.logits, masks)
+    adjusted = adjusted_logits(output.logits, work.rows, model.store.request, work.facts.filters)
+    logits = masked_logits(adjusted, masks)
     healthy = healthy_lanes(logits, work.rows.valid)
     params, width = work.lanes.params, logits.shape[1]
     if width == 1:

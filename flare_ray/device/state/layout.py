@@ -22,7 +22,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from flare_ray.contracts.plan import MAX_EOS_IDS
+from flare_ray.contracts.plan import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_EOS_IDS,
+    MAX_LOGIT_RULES,
+)
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS
 from flare_ray.recipes.declaration import StateGroup, StateSpec
 from flare_ray.rng import RngDomain
@@ -61,6 +66,16 @@ class Sampling(enum.IntEnum):
     TEMPERATURE = 0
     TOP_P = 1
     MIN_P = 2
+    REPETITION = 3
+    PRESENCE = 4
+    FREQUENCY = 5
+
+
+class Rule(enum.IntEnum):
+    """Column of each int64 field of a logit rule."""
+
+    TOKEN = 0
+    BEFORE = 1
 
 
 class Published(enum.IntEnum):
@@ -82,7 +97,7 @@ class Phase(enum.IntEnum):
     """EOS, budget or non-finite logits: no program changes the slot until its next SlotInit."""
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +110,7 @@ class StateLimits:
         context_tokens: longest prompt plus output.
         dtype: "float32" | "bfloat16", the activation type.
         device: "cpu" | "cuda".
+        vocab_size: tokens counted per slot for penalties.
         speculation: drafter groups and the feedback tail exist (contract: R6).
         publication: publication rows exist (contract: M4).
         snapshot_rows: prefix snapshots; any makes publication rows exist too.
@@ -105,6 +121,7 @@ class StateLimits:
     context_tokens: int
     dtype: str
     device: str
+    vocab_size: int
     speculation: bool
     publication: bool = False
     snapshot_rows: int = 0
@@ -159,6 +176,12 @@ def allocations(spec: StateSpec, limits: StateLimits) -> tuple[Allocation, ...]:
         Allocation("request", "core", (rows, CORE_FIELDS), "int64"),
         Allocation("request", "sampling", (rows, len(Sampling)), "float32"),
         Allocation("request", "page_table", (rows, limits.table_columns), "int64"),
+        Allocation("request", "token_counts", (rows, limits.vocab_size), "int32"),
+        Allocation("request", "rules", (rows, MAX_LOGIT_RULES, len(Rule)), "int64"),
+        Allocation("request", "rule_addends", (rows, MAX_LOGIT_RULES), "float32"),
+        Allocation("request", "bad_words", (rows, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), "int64"),
+        Allocation("request", "recent", (rows, MAX_BAD_WORD_TOKENS - 1), "int64"),
+        Allocation("request", "generated_from", (rows,), "int64"),
     ]
     if limits.speculation:
         result.append(Allocation("request", "tail", (rows, spec.feedback_width), limits.dtype))

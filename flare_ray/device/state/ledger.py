@@ -7,12 +7,16 @@ that breaks an invariant is our own bug in another room: it is refused before an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_EOS_IDS,
+    MAX_LOGIT_RULES,
     LanePlan,
     PageGrant,
     PrefillLane,
@@ -45,6 +49,9 @@ class SlotView:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    penalised: bool = False
+    num_rules: int = 0
+    num_bad_words: int = 0
     pages: int = 0
     consumed: int = 0
     published: int = 0
@@ -192,6 +199,7 @@ class SlotLedger:
             yield f"{name}: temperature {init.temperature}, top_k {init.top_k}"
         if not (0 < init.top_p <= 1 and 0 <= init.min_p < 1):
             yield f"{name}: top_p {init.top_p}, min_p {init.min_p}"
+        yield from _logit_problems(init, vocabulary)
 
     def _grant_problems(self, grant: PageGrant, ahead: dict[int, SlotView]) -> Iterator[str]:
         name = f"grant to slot {grant.slot}"
@@ -297,9 +305,29 @@ def _fresh(init: SlotInit) -> SlotView:
         top_k=init.top_k,
         top_p=init.top_p,
         min_p=init.min_p,
+        penalised=init.penalised,
+        num_rules=len(init.rules),
+        num_bad_words=len(init.bad_words),
         budget=init.budget,
         ended=False,
     )
+
+
+def _logit_problems(init: SlotInit, vocabulary: int) -> Iterator[str]:
+    name = f"slot {init.slot}"
+    if not init.repetition > 0:
+        yield f"{name}: repetition {init.repetition}"
+    if len(init.rules) > MAX_LOGIT_RULES:
+        yield f"{name}: {len(init.rules)} logit rules, the device holds {MAX_LOGIT_RULES}"
+    if not all(0 <= rule.token < vocabulary and rule.addend < math.inf for rule in init.rules):
+        yield f"{name}: a logit rule's token or addend is out of range"
+    if len(init.bad_words) > MAX_BAD_WORDS:
+        yield f"{name}: {len(init.bad_words)} bad words, the device holds {MAX_BAD_WORDS}"
+    for word in init.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            yield f"{name}: a bad word of {len(word)} tokens, 1..{MAX_BAD_WORD_TOKENS}"
+        if not all(0 <= token < vocabulary for token in word):
+            yield f"{name}: bad word {word} outside the vocabulary of {vocabulary}"
 
 
 def _family_problems(name: str, view: SlotView, shape: GraphShape) -> Iterator[str]:

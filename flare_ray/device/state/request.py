@@ -23,6 +23,7 @@ from flare_ray.device.state.layout import (
     Phase,
     Sampling,
 )
+from flare_ray.device.state.logits import LogitState
 from flare_ray.rng import RngDomain, as_int64, stream_key
 
 
@@ -32,24 +33,27 @@ class RequestState:
 
     Attributes:
         core: [S + 1, CORE_FIELDS] int64, fields of `Core`.
-        sampling: [S + 1, 3] float32, fields of `Sampling`.
+        sampling: [S + 1, 6] float32, fields of `Sampling`.
         page_table: [S + 1, columns] int64, 0 = the null page.
         tail: [S + 1, H] h[N-1], the feedback row that the next drafting round starts from; None
             where no drafter state is kept.
         sampling_vector: [S + 1, Hs] head's input of the last consumed token; None where nothing is
             published.
+        logits: what penalties and logit rules read.
     """
 
     core: Tensor
     sampling: Tensor
     page_table: Tensor
     tail: Tensor | None
+    logits: LogitState
     sampling_vector: Tensor | None = None
 
     def __post_init__(self) -> None:
         # a padded lane's filters must be harmless: temperature 1, everything off
         self.sampling[:, Sampling.TEMPERATURE] = 1.0
         self.sampling[:, Sampling.TOP_P] = 1.0
+        self.sampling[:, Sampling.REPETITION] = 1.0
 
     @property
     def null_slot(self) -> int:
@@ -67,7 +71,17 @@ class RequestState:
         row[KEYS] = [as_int64(stream_key(init.seed, domain)) for domain in RngDomain]
         row[EOS] = [*init.eos_ids, *[NO_TOKEN] * (MAX_EOS_IDS - len(init.eos_ids))]
         self.core[init.slot] = torch.tensor(row, dtype=torch.int64)
-        self.sampling[init.slot] = torch.tensor([init.temperature, init.top_p, init.min_p])
+        self.sampling[init.slot] = torch.tensor(
+            [
+                init.temperature,
+                init.top_p,
+                init.min_p,
+                init.repetition,
+                init.presence,
+                init.frequency,
+            ]
+        )
+        self.logits.init_slot(init)
         self.page_table[init.slot].zero_()
         if self.tail is not None:
             self.tail[init.slot].zero_()

@@ -19,13 +19,19 @@ from flare_ray.device.state.layout import (
     active_groups,
     allocations,
 )
+from flare_ray.device.state.logits import LogitState
 from flare_ray.device.state.publication import Publication
 from flare_ray.device.state.request import RequestState
 from flare_ray.device.state.snapshots import SnapshotRows
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import StateGroup, StateSpec
 
-TORCH_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int64": torch.int64}
+TORCH_DTYPE = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
 
 
 class StateStore:
@@ -53,6 +59,14 @@ class StateStore:
             page_table=made["request", "page_table"],
             tail=made.get(("request", "tail")),
             sampling_vector=made.get(("request", "sampling_vector")),
+            logits=LogitState(
+                counts=made["request", "token_counts"],
+                rules=made["request", "rules"],
+                addends=made["request", "rule_addends"],
+                bad_words=made["request", "bad_words"],
+                recent=made["request", "recent"],
+                generated_from=made["request", "generated_from"],
+            ),
         )
         published = {name: t for (owner, name), t in made.items() if owner == "publication"}
         self.publication = Publication(self.spec_groups, published) if published else None

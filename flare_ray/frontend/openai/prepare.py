@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flare_ray.contracts.plan import MAX_BAD_WORDS
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.sampling import resolve
 from flare_ray.errors import InvalidRequest
@@ -71,7 +72,9 @@ async def prepare_chat(
     budget = chat.output_budget()
     budget_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     response_id = f"chatcmpl-{unique_id}"
-    request = _generation(chat, info, tokens, _Names(response_id, budget, budget_name, "messages"))
+    banned = await _banned(settings, chat)
+    names = _Names(response_id, budget, budget_name, "messages", banned)
+    request = _generation(chat, info, tokens, names)
     opening = settings.chat.reasoning_open
     return Prepared(
         response_id=response_id,
@@ -102,6 +105,7 @@ async def prepare_completion(
         lambda: [encode(p) if isinstance(p, str) else p for p in prompts]
     )
     response_id = f"cmpl-{unique_id}"
+    banned = await _banned(settings, completion)
     requests = []
     for i, tokens in enumerate(token_lists):
         path = "prompt" if len(token_lists) == 1 else f"prompt[{i}]"
@@ -109,7 +113,7 @@ async def prepare_completion(
         request_id = response_id if len(token_lists) == 1 else f"{response_id}-{i}"
         # A budget of nothing still has every other parameter checked, with a budget of one.
         budget = 1 if completion.max_tokens == 0 else completion.max_tokens
-        names = _Names(request_id, budget, "max_tokens", path)
+        names = _Names(request_id, budget, "max_tokens", path, banned)
         requests.append(_generation(completion, info, tokens, names))
     return Prepared(
         response_id=response_id,
@@ -180,12 +184,27 @@ def check_served(settings: ApiSettings, model: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Identity and budget of one generation, and what to call its parts in errors."""
+    """Identity and budget of one generation, what to call its parts in errors, and its banned
+    token sequences."""
 
     request_id: str
     max_tokens: int | None
     budget: str
     prompt: str
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+async def _banned(
+    settings: ApiSettings, body: ChatBody | CompletionBody
+) -> tuple[tuple[int, ...], ...]:
+    words = body.bad_words or []
+    if not words:
+        return ()
+    if len(words) > MAX_BAD_WORDS or "" in words:
+        raise InvalidRequest(
+            f"bad_words: at most {MAX_BAD_WORDS} words, none of them empty", param="bad_words"
+        )
+    return await settings.pool.run(lambda: settings.codec.encode_words(words))
 
 
 def _check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
@@ -218,7 +237,7 @@ def _generation(
         )
     try:
         resolved = resolve(
-            body.sampling_params(names.max_tokens),
+            body.sampling_params(names.max_tokens, names.bad_words),
             info.sampling_defaults,
             vocab_size=info.vocab_size,
             prompt_tokens=len(tokens),

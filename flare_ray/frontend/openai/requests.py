@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -46,6 +47,12 @@ class _GenerationBody(_Model):
     include_stop_str_in_output: bool | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
@@ -72,8 +79,14 @@ class _GenerationBody(_Model):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
-        """The sampling part, as written."""
+    def sampling_params(
+        self, max_tokens: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> SamplingParams:
+        """The sampling part, as written.
+
+        Args:
+            bad_words: the words of the same name as token sequences.
+        """
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -85,6 +98,12 @@ class _GenerationBody(_Model):
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             ignore_eos=bool(self.ignore_eos),
+            repetition_penalty=_given(self.repetition_penalty, 1.0),
+            presence_penalty=_given(self.presence_penalty, 0.0),
+            frequency_penalty=_given(self.frequency_penalty, 0.0),
+            logit_bias=_bias(self.logit_bias or {}),
+            min_tokens=self.min_tokens or 0,
+            bad_words=bad_words,
         )
 
 
@@ -143,6 +162,24 @@ class CompletionBody(_GenerationBody):
         if not prompts or any(not p for p in prompts):
             raise InvalidRequest("prompt: must not be empty", param="prompt")
         return prompts
+
+
+def _given(value: float | None, neutral: float) -> float:
+    return neutral if value is None else value
+
+
+def _bias(bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    """Token ids are the keys of a JSON object, hence strings."""
+    pairs = {}
+    for key, addend in bias.items():
+        if not re.fullmatch(r"[0-9]{1,18}", key):
+            raise InvalidRequest(
+                f"logit_bias: keys are token ids, got {key[:60]!r}", param="logit_bias"
+            )
+        if int(key) in pairs:
+            raise InvalidRequest(f"logit_bias: token {int(key)} twice", param="logit_bias")
+        pairs[int(key)] = addend
+    return tuple(pairs.items())
 
 
 def _is_ids(value: Any) -> bool:

@@ -91,7 +91,13 @@ def test_tolerated_tensors_are_the_drafters_own_embedding_and_head():
 def test_state_bytes_are_the_published_ones():
     """136 MiB per saved recurrent state, 13,056 bytes per cached token, 72 KiB of rings."""
     limits = StateLimits(
-        slots=1, num_pages=2, context_tokens=64, dtype="bfloat16", device="cpu", speculation=True
+        slots=1,
+        num_pages=2,
+        context_tokens=64,
+        dtype="bfloat16",
+        device="cpu",
+        vocab_size=GEOMETRY.vocab_size,
+        speculation=True,
     )
     sizes = {a.name: a.num_bytes for a in allocations(state_spec(GEOMETRY, 1), limits)}
     per_slot = {name: size // 2 for name, size in sizes.items()}

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 
 from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
-from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
+from flare_ray.contracts.plan import (
+    LanePlan,
+    LogitRule,
+    PageGrant,
+    PrefillLane,
+    RoundPlan,
+    SlotInit,
+)
 from flare_ray.contracts.record import LaneRecord, RoundReply, unpack_rows
 from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
 from flare_ray.device.executor import ModelParts, RankExecutor, state_limits
@@ -116,6 +123,11 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    rules: tuple[LogitRule, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 GREEDY = Sampling()
@@ -198,6 +210,11 @@ class Driver:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             eos_ids=tuple(self.manifest.eos_ids if eos is None else eos),
+            repetition=sampling.repetition,
+            presence=sampling.presence,
+            frequency=sampling.frequency,
+            rules=sampling.rules,
+            bad_words=sampling.bad_words,
         )
         return request, init, PageGrant(slot, 0, pages)
 

@@ -76,7 +76,7 @@ class Harness:
             GenerationRequest(
                 request_id=request_id,
                 prompt_tokens=tuple(prompt),
-                sampling=GREEDY,
+                sampling=fields.pop("sampling", GREEDY),
                 max_tokens=max_tokens,
                 **fields,
             )

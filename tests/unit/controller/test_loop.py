@@ -3,11 +3,14 @@
 import itertools
 import threading
 
+import msgspec
 import pytest
 
 from flare_ray.contracts.messages import Admitted, Delta, Finished, Heartbeat
+from flare_ray.contracts.plan import MAX_BAD_WORDS
 from flare_ray.contracts.shapes import GraphKind
 from flare_ray.controller.loop import Controller
+from flare_ray.controller.sampling import MAX_LOGIT_BIAS
 from flare_ray.errors import ConfigError, Overloaded
 from flare_ray.metrics.recorder import Recorder
 from tests.support.fake_channel import (
@@ -19,7 +22,7 @@ from tests.support.fake_channel import (
     listed_script,
     make_manifest,
 )
-from tests.unit.controller.conftest import FIRST_TEXT_TOKEN, TOKEN_BYTES, first_item
+from tests.unit.controller.conftest import FIRST_TEXT_TOKEN, GREEDY, TOKEN_BYTES, first_item
 
 EOS = 0
 
@@ -404,3 +407,27 @@ def test_gauges_return_to_zero_when_the_last_request_is_cancelled_while_its_roun
     values = {sample.name: sample.value for sample in harness.recorder.snapshot().samples}
     assert values["flare_num_requests_running"] == 0
     assert values["flare_pages_free"] == values["flare_pages"]
+
+
+def test_requests_with_the_most_rules_share_no_plan_and_all_finish(make_harness):
+    """The channel refuses a plan above 64 KiB."""
+    heavy = msgspec.structs.replace(
+        GREEDY,
+        logit_bias=tuple((token, 0.5) for token in range(MAX_LOGIT_BIAS)),
+        bad_words=((1, 2, 3, 4, 5, 6, 7, 8),) * MAX_BAD_WORDS,
+        min_tokens=2,
+        presence_penalty=0.5,
+    )
+    harness = make_harness(manifest=make_manifest(slots=8))
+    names = [f"r{i}" for i in range(8)]
+    for place, name in enumerate(names):
+        harness.submit(name, (1, place), max_tokens=4, sampling=GREEDY if place % 4 else heavy)
+    harness.run_until_idle()
+    inits = [init for plan in harness.channel.plans for init in plan.inits]
+    assert sum(len(init.bad_words) == MAX_BAD_WORDS for init in inits) == 2
+    assert sum(init.penalised for init in inits) == 2
+    for plan in harness.channel.plans:
+        assert sum(bool(init.rules) for init in plan.inits) <= 1
+    for place, name in enumerate(names):
+        assert harness.tokens(name) == harness.expected((1, place), 4)
+    harness.assert_all_free()

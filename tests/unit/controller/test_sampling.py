@@ -2,14 +2,19 @@
 
 import math
 
+import msgspec
 import pytest
 
 from flare_ray.contracts.manifest import SamplingDefaults
-from flare_ray.contracts.request import SamplingParams
+from flare_ray.contracts.plan import ALWAYS, LogitRule
+from flare_ray.contracts.request import GenerationRequest, SamplingParams
 from flare_ray.controller.sampling import (
     GREEDY_BELOW_TEMPERATURE,
+    MAX_LOGIT_BIAS,
     MAX_STOP_BYTES,
     MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    logit_rules,
     resolve,
 )
 from flare_ray.errors import InvalidRequest
@@ -100,6 +105,25 @@ def test_missing_seed_is_fresh_each_time():
         ({"stop": ("é" * MAX_STOP_BYTES,)}, "stop"),
         ({"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
         ({"stop_token_ids": (-1,)}, "stop_token_ids"),
+        ({"stop_token_ids": tuple(range(MAX_STOP_TOKEN_IDS + 1))}, "stop_token_ids"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e9}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"frequency_penalty": math.inf}, "frequency_penalty"),
+        ({"logit_bias": ((VOCAB, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias"),
+        ({"logit_bias": ((3, 100.5),)}, "logit_bias"),
+        ({"logit_bias": ((3, math.nan),)}, "logit_bias"),
+        ({"logit_bias": tuple((t, 1.0) for t in range(MAX_LOGIT_BIAS + 1))}, "logit_bias"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 11, "max_tokens": 10}, "min_tokens"),
+        ({"bad_words": ((1, VOCAB),)}, "bad_words"),
+        ({"bad_words": ((),)}, "bad_words"),
+        ({"bad_words": (tuple(range(9)),)}, "bad_words"),
+        ({"bad_words": ((1,),) * 129}, "bad_words"),
     ],
 )
 def test_value_out_of_range_is_refused_by_name(fields, param):
@@ -129,3 +153,36 @@ def test_stops_become_bytes():
     result = resolved(stop=("€", "ab"), stop_token_ids=(3,), include_stop_str_in_output=True)
     assert result.stop == ("€".encode(), b"ab")
     assert (result.stop_token_ids, result.include_stop) == ((3,), True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_penalties_and_bias_reach_greedy_and_sampled_requests_alike(temperature):
+    spec = resolved(
+        temperature=temperature,
+        repetition_penalty=1.1,
+        presence_penalty=-2.0,
+        frequency_penalty=2.0,
+        logit_bias=((0, -100.0), (VOCAB - 1, 100.0)),
+        min_tokens=10,
+        max_tokens=10,
+        bad_words=((5,), (1, 2, 3, 4, 5, 6, 7, 8)),
+    ).sampling
+    assert (spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty) == (1.1, -2, 2)
+    assert spec.logit_bias == ((0, -100.0), (VOCAB - 1, 100.0))
+    assert (spec.min_tokens, spec.bad_words) == (10, ((5,), (1, 2, 3, 4, 5, 6, 7, 8)))
+
+
+def test_min_tokens_bans_every_ender_in_the_rows_that_draw_the_first_tokens():
+    """Rows P - 1 .. P + 1 of a prompt of P tokens draw output tokens 1 .. 3."""
+    result = resolved(logit_bias=((4, 2.0),), min_tokens=3, stop_token_ids=(8, 2))
+    request = GenerationRequest(
+        request_id="r",
+        prompt_tokens=(1,) * 10,
+        sampling=result.sampling,
+        max_tokens=9,
+        stop_token_ids=result.stop_token_ids,
+    )
+    bans = [LogitRule(token, -math.inf, 12) for token in (2, 7, 8)]
+    assert logit_rules(request, (7, 2)) == (LogitRule(4, 2.0, ALWAYS), *bans)
+    eos_free = msgspec.structs.replace(request, ignore_eos=True, stop_token_ids=())
+    assert logit_rules(eos_free, (7, 2)) == (LogitRule(4, 2.0, ALWAYS),)

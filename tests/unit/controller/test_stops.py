@@ -1,5 +1,6 @@
 """Stops: byte-level search, hold-back, and independence from how tokens fall into rounds."""
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +13,10 @@ GREEDY = SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 WIDTHS = (1, 2, 4, 8)
 
 
-def stops_of(table, eos=(), max_tokens=100, **fields):
+def stops_of(table, eos=(), max_tokens=100, min_tokens=0, **fields):
+    sampling = msgspec.structs.replace(GREEDY, min_tokens=min_tokens)
     request = GenerationRequest(
-        request_id="r", prompt_tokens=(0,), sampling=GREEDY, max_tokens=max_tokens, **fields
+        request_id="r", prompt_tokens=(0,), sampling=sampling, max_tokens=max_tokens, **fields
     )
     return OutputStops(request, frozenset(eos), table)
 
@@ -232,3 +234,25 @@ def test_nothing_visible_is_ever_taken_back(case):
     streamed = b"".join(TABLE[token] for tokens, trim in deltas for token in tokens if not trim)
     if end is not None:
         assert text_of(deltas, TABLE).startswith(streamed)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("min_tokens", "ended"), [(0, 2), (1, 2), (2, 5), (4, 5), (5, None), (6, None)]
+)
+def test_stop_within_the_first_min_tokens_is_passed_over_at_every_width(width, min_tokens, ended):
+    """B A B B A B: "BA" is complete after tokens 2 and 5."""
+    table = [b"A", b"B"]
+    stops = stops_of(table, stop=(b"BA",), min_tokens=min_tokens)
+    deltas, end = play(stops, [1, 0, 1, 1, 0, 1], in_rounds(width, 6))
+    assert (end.completion_tokens if end else None) == ended
+    if ended:
+        assert text_of(deltas, table) == b"BABBA"[: ended - 2]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_stop_that_overlaps_one_passed_over_is_found(width):
+    stops = stops_of([b"A"], stop=(b"AA",), min_tokens=3)
+    deltas, end = play(stops, [0] * 8, in_rounds(width, 8))
+    assert end.completion_tokens == 4
+    assert text_of(deltas, [b"A"]) == b"AA"

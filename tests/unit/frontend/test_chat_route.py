@@ -2,6 +2,7 @@
 
 import json
 
+import msgspec
 import pytest
 
 from flare_ray.contracts.messages import Delta, Failed, Finished
@@ -275,3 +276,32 @@ def test_unexpected_exception_is_500_in_shape_and_says_nothing_internal(make_api
     response = make_api(script).chat()
     assert error_of(response, 500)["code"] == "internal_error"
     assert "secret" not in response.text
+
+
+def test_penalties_bias_and_bans_reach_the_engine(api):
+    response = api.chat(
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"7": -100, "12": 3},
+        min_tokens=4,
+        bad_words=["no", " way"],
+    )
+    assert response.status_code == 200
+    spec = api.client.requests[0].sampling
+    assert (spec.repetition_penalty, spec.presence_penalty, spec.frequency_penalty) == (
+        1.2,
+        0.5,
+        -1,
+    )
+    assert spec.logit_bias == ((7, -100.0), (12, 3.0))
+    assert spec.min_tokens == 4
+    assert spec.bad_words == tuple(map(byte_tokens, ("no", " no", " way", "  way")))
+
+
+def test_neutral_penalties_ask_for_nothing(api):
+    neutral = {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0.0}
+    assert api.chat(**neutral, logit_bias={}, min_tokens=0, bad_words=[]).status_code == 200
+    assert api.chat().status_code == 200
+    first, second = (request.sampling for request in api.client.requests)
+    assert msgspec.structs.replace(first, seed=0) == msgspec.structs.replace(second, seed=0)
