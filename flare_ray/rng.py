@@ -57,6 +57,11 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of several choices for a prompt: choice 0 has the request's own (S4)."""
+    return splitmix64((seed & MASK64) ^ (choice << 32)) if choice else seed & MASK64
+
+
 def stream_key(seed: int, domain: RngDomain) -> int:
     """Philox key of one request's stream in `domain`, in [0, 2**64)."""
     return splitmix64((seed & MASK64) ^ _DOMAIN_CONSTANT[domain])

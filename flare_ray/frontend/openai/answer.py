@@ -262,7 +262,7 @@ class Answer:
         return ChatChoiceBuilder(index, detokenizer, parser, prefix)
 
     def _usage(self) -> Usage:
-        prompt = sum(self._prepared.prompt_tokens)
+        prompt = sum(self._prepared.prompt_tokens[:: self._prepared.choices_per_prompt])
         completion = sum(f.completion_tokens for f in self._finished.values())
         return Usage(prompt, completion, prompt + completion)
 

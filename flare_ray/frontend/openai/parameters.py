@@ -12,7 +12,6 @@ from typing import Any
 from flare_ray.errors import InvalidRequest
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
     "prompt_logprobs": (),

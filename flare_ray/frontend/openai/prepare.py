@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from flare_ray.contracts.plan import MAX_BAD_WORDS
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.sampling import resolve
@@ -17,6 +19,7 @@ from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.openai.messages import calls_enabled, normalise_messages, normalise_tools
 from flare_ray.frontend.openai.requests import ChatBody, CompletionBody, parse_body
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.rng import choice_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Prepared:
         requests: one generation per choice, in the order of their indices; empty where no token
             was asked for.
         prompt_tokens: prompt length per choice.
+        choices_per_prompt: neighbouring choices that share a prompt, which is billed once.
         stream: answer with server-sent events.
         include_usage: end the stream with a usage chunk.
         tools: parameter schema by function name; None = calls are not parsed.
@@ -42,6 +46,7 @@ class Prepared:
     include_usage: bool
     tools: Mapping[str, Mapping[str, Any]] | None = None
     inside_reasoning: bool = False
+    choices_per_prompt: int = 1
     user: str | None = None
 
 
@@ -74,12 +79,14 @@ async def prepare_chat(
     response_id = f"chatcmpl-{unique_id}"
     banned = await _banned(settings, chat)
     names = _Names(response_id, budget, budget_name, "messages", banned)
-    request = _generation(chat, info, tokens, names)
+    choices = chat.choices()
+    requests = _spread(_generation(chat, info, tokens, names), choices)
     opening = settings.chat.reasoning_open
     return Prepared(
         response_id=response_id,
-        requests=(request,),
-        prompt_tokens=(len(tokens),),
+        requests=requests,
+        prompt_tokens=(len(tokens),) * choices,
+        choices_per_prompt=choices,
         stream=bool(chat.stream),
         include_usage=chat.wants_usage,
         tools=_schemas(declared) if enabled else None,
@@ -106,7 +113,8 @@ async def prepare_completion(
     )
     response_id = f"cmpl-{unique_id}"
     banned = await _banned(settings, completion)
-    requests = []
+    choices = completion.choices(len(prompts))
+    requests: list[GenerationRequest] = []
     for i, tokens in enumerate(token_lists):
         path = "prompt" if len(token_lists) == 1 else f"prompt[{i}]"
         _check_ids(tokens, info, path)
@@ -114,14 +122,31 @@ async def prepare_completion(
         # A budget of nothing still has every other parameter checked, with a budget of one.
         budget = 1 if completion.max_tokens == 0 else completion.max_tokens
         names = _Names(request_id, budget, "max_tokens", path, banned)
-        requests.append(_generation(completion, info, tokens, names))
+        requests += _spread(_generation(completion, info, tokens, names), choices)
     return Prepared(
         response_id=response_id,
         requests=() if completion.max_tokens == 0 else tuple(requests),
-        prompt_tokens=tuple(len(tokens) for tokens in token_lists),
+        prompt_tokens=tuple(len(tokens) for tokens in token_lists for _ in range(choices)),
+        choices_per_prompt=choices,
         stream=bool(completion.stream),
         include_usage=completion.wants_usage,
         user=completion.user,
+    )
+
+
+def _spread(request: GenerationRequest, choices: int) -> tuple[GenerationRequest, ...]:
+    """The request once per choice, each with random streams of its own (contract: S4)."""
+    if choices == 1:
+        return (request,)
+    return tuple(
+        msgspec.structs.replace(
+            request,
+            request_id=f"{request.request_id}-c{choice}",
+            sampling=msgspec.structs.replace(
+                request.sampling, seed=choice_seed(request.sampling.seed, choice)
+            ),
+        )
+        for choice in range(choices)
     )
 
 

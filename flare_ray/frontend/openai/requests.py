@@ -15,8 +15,8 @@ from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.openai.parameters import drop_neutral
 
 MAX_LISTED_PROBLEMS = 5
-MAX_PROMPTS = 64
-"""Prompts of one /v1/completions request; each is a generation of its own."""
+MAX_CHOICES = 64
+"""Generations that one request may ask for: prompts times `n`."""
 
 
 class _Model(BaseModel):
@@ -37,6 +37,7 @@ class _GenerationBody(_Model):
     """Parameters that both endpoints share; null means the same as absence."""
 
     model: str
+    n: int | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -73,6 +74,21 @@ class _GenerationBody(_Model):
                 "stream_options is only allowed together with stream: true", param="stream_options"
             )
         return self
+
+    def choices(self, prompts: int = 1) -> int:
+        """Choices per prompt.
+
+        Raises:
+            InvalidRequest: less than one, or too many for `prompts` prompts.
+        """
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_CHOICES // prompts:
+            raise InvalidRequest(
+                f"n must lie between 1 and {MAX_CHOICES // prompts} for {prompts} prompt(s), got "
+                f"{n}",
+                param="n",
+            )
+        return n
 
     @property
     def wants_usage(self) -> bool:
@@ -154,9 +170,9 @@ class CompletionBody(_GenerationBody):
                 "prompt: Input should be a string, a list of token ids, or a list of either",
                 param="prompt",
             )
-        if len(prompts) > MAX_PROMPTS:
+        if len(prompts) > MAX_CHOICES:
             raise InvalidRequest(
-                f"prompt: at most {MAX_PROMPTS} prompts in one request, got {len(prompts)}",
+                f"prompt: at most {MAX_CHOICES} prompts in one request, got {len(prompts)}",
                 param="prompt",
             )
         if not prompts or any(not p for p in prompts):

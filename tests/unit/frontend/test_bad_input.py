@@ -98,6 +98,11 @@ def test_unknown_model_is_404(api, call, stream):
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"n": 0}, "n"),
+        ({"n": -1}, "n"),
+        ({"n": 65}, "n"),
+        ({"n": True}, "n"),
+        ({"n": 1.5}, "n"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": "much"}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -167,9 +172,6 @@ def test_parameter_that_is_not_built_is_refused_by_name_and_its_neutral_values_a
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("n", 1.5),
         ("logprobs", True),
         ("logprobs", 0),
         ("top_logprobs", 5),

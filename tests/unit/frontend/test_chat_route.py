@@ -305,3 +305,16 @@ def test_neutral_penalties_ask_for_nothing(api):
     assert api.chat().status_code == 200
     first, second = (request.sampling for request in api.client.requests)
     assert msgspec.structs.replace(first, seed=0) == msgspec.structs.replace(second, seed=0)
+
+
+def test_chat_choices_share_the_prompt_and_stream_side_by_side(api):
+    body = api.chat(n=3).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+    one = api.chat().json()["usage"]
+    assert body["usage"]["prompt_tokens"] == one["prompt_tokens"]
+    assert body["usage"]["completion_tokens"] == 3 * one["completion_tokens"]
+    chunks = api.chunks(n=3)
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert [c["finish_reason"] for c in mine] == [*[None] * (len(mine) - 1), "stop"]

@@ -107,3 +107,59 @@ def test_metrics_are_prometheus_text(api):
     response = api.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert [family.name for family in text_string_to_metric_families(response.text)] == ["up"]
+
+
+def by_seed(request):
+    """Answers with letters that the request's seed chooses."""
+    tokens = [(request.sampling.seed >> (5 * place)) % 26 + 65 for place in range(6)]
+    return [Delta(request.request_id, byte_tokens(bytes(tokens))), finish(request, 6)]
+
+
+def finish(request, count, reason="length"):
+    return Finished(request.request_id, reason, len(request.prompt_tokens), count)
+
+
+def texts(response):
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def test_choices_of_a_seed_differ_from_each_other_and_repeat(make_api):
+    api = make_api(by_seed)
+    first = texts(api.complete(n=4, seed=7))
+    assert len(set(first)) == 4
+    assert texts(api.complete(n=4, seed=7)) == first
+    assert texts(api.complete(seed=7)) == first[:1]
+    assert set(texts(api.complete(n=4, seed=8))).isdisjoint(first)
+    assert set(texts(api.complete(n=4))).isdisjoint(first)
+
+
+def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(make_api):
+    api = make_api(echo)
+    response = api.complete(prompt=["ab", "cde"], n=2)
+    assert texts(response) == ["ab", "ab", "cde", "cde"]
+    assert [choice["index"] for choice in response.json()["choices"]] == [0, 1, 2, 3]
+    usage = response.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 10)
+    assert len({request.request_id for request in api.client.requests}) == 4
+
+
+def test_finish_reason_once_per_choice_when_they_end_in_different_rounds(make_api):
+    """Known fault H-15: duplicate finish chunks, and only the last index got one."""
+    ids = []
+
+    def script(request):
+        ids.append(request.request_id)
+        place = len(ids)
+        pieces = [Delta(request.request_id, byte_tokens("x")) for _ in range(place)]
+        steps = [step for piece in pieces for step in (piece, 0.0)]
+        return [*steps, finish(request, place, "stop")]
+
+    chunks = sse_chunks(make_api(script).complete(prompt="q", n=3, stream=True))
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    for index in range(3):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert [c["finish_reason"] for c in mine] == [*[None] * (len(mine) - 1), "stop"]
+
+
+def test_more_choices_than_one_request_may_have_are_refused(api):
+    assert error_of(api.complete(prompt=["a"] * 33, n=2), 400)["param"] == "n"
