@@ -15,7 +15,12 @@ from flare_ray.actors.openmp import wait_passively
 from flare_ray.cli.options import engine_config
 from flare_ray.cli.outputs import RequestOutput, StreamOutput
 from flare_ray.cli.runner import Job, Runner
-from flare_ray.config import AdmissionConfig, EngineConfig, SpeculationConfig
+from flare_ray.config import (
+    AdmissionConfig,
+    EngineConfig,
+    PrefixCacheConfig,
+    SpeculationConfig,
+)
 from flare_ray.contracts.request import SamplingParams
 from flare_ray.errors import InvalidRequest
 
@@ -47,6 +52,7 @@ class EngineSettings(TypedDict, total=False):
     rank_timeout_s: float
     speculation: SpeculationConfig | Mapping[str, Any]
     admission: AdmissionConfig | Mapping[str, Any]
+    prefix_cache: PrefixCacheConfig | Mapping[str, Any]
 
 
 class LLM:

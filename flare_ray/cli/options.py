@@ -36,6 +36,8 @@ SETTINGS: dict[str, str] = {
     "context_tokens": "context_tokens",
     "page_pool_tokens": "page_pool_tokens",
     "prefill_tokens": "prefill_tokens",
+    "prefix_cache": "prefix_cache.enabled",
+    "prefix_cache_bytes": "prefix_cache.device_bytes",
     "mtp_draft_tokens": "speculation.draft_tokens",
     "widths": "speculation.widths",
     "token_capacity": "speculation.token_capacity",
@@ -131,6 +133,10 @@ class EngineOptions:
     context_tokens: Annotated[int | None, _setting("context_tokens")] = None
     page_pool_tokens: Annotated[int | None, _setting("page_pool_tokens")] = None
     prefill_tokens: Annotated[int | None, _setting("prefill_tokens")] = None
+    prefix_cache: Annotated[
+        bool | None, _setting("prefix_cache", flags="--prefix-cache/--no-prefix-cache")
+    ] = None
+    prefix_cache_bytes: Annotated[int | None, _setting("prefix_cache_bytes")] = None
     mtp_draft_tokens: Annotated[
         int | None,
         _setting(

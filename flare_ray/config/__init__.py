@@ -8,7 +8,12 @@ from flare_ray.config.deployment import (
     EngineDeployment,
     IngressDeployment,
 )
-from flare_ray.config.engine import AdmissionConfig, EngineConfig, SpeculationConfig
+from flare_ray.config.engine import (
+    AdmissionConfig,
+    EngineConfig,
+    PrefixCacheConfig,
+    SpeculationConfig,
+)
 
 __all__ = [
     "AdmissionConfig",
@@ -16,5 +21,6 @@ __all__ = [
     "EngineConfig",
     "EngineDeployment",
     "IngressDeployment",
+    "PrefixCacheConfig",
     "SpeculationConfig",
 ]

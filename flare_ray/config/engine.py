@@ -82,6 +82,20 @@ class AdmissionConfig(BaseModel, frozen=True, extra="forbid"):
     )
 
 
+class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):
+    """Reuse of prefixes: snapshots of state beside pages that requests share (contract: M4)."""
+
+    enabled: bool = Field(
+        True, description="Keep and reuse prefixes; off = no memory is set aside for it."
+    )
+    device_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Bytes per rank for snapshots of state; their pages come out of the page pool, "
+        "which takes them back when requests need them. None = eight snapshots per slot.",
+    )
+
+
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     """One engine: a checkpoint served by `tensor_parallel_size` ranks on one node."""
 
@@ -145,6 +159,10 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     )
     admission: AdmissionConfig = Field(
         default_factory=AdmissionConfig, description="Bounds on accepted work."
+    )
+
+    prefix_cache: PrefixCacheConfig = Field(
+        default_factory=PrefixCacheConfig, description="Reuse of prefixes."
     )
 
     @model_validator(mode="after")

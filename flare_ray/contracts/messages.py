@@ -40,6 +40,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
         completion_tokens: generated tokens through the one that ended the request, EOS included.
         stop_reason: the stop string or stop token id that matched, or None.
         drafts_offered / drafts_accepted / rounds: speculation totals of this request.
+        cached_tokens: prompt tokens that were restored from a prefix snapshot.
     """
 
     request_id: str
@@ -50,6 +51,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     drafts_offered: int = 0
     drafts_accepted: int = 0
     rounds: int = 0
+    cached_tokens: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):

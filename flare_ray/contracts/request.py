@@ -74,6 +74,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
             consumer.
         priority: lower runs earlier; arrival order among equals.
+        cache_salt: prefixes are reused among requests of equal salt only (one salt per tenant).
         deadline_s: seconds after arrival at which the request is ended with an error; 0 = none.
     """
 
@@ -88,3 +89,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     reply_to: str = ""
     priority: int = 0
     deadline_s: float = 0.0
+    cache_salt: str = ""

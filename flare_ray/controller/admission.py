@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import PagePool, pages_for
+from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.errors import ContractViolation, InvalidRequest, Overloaded
 
 
@@ -95,6 +96,7 @@ class SlotTable:
     """Free slots and the generation of each (contract: T6)."""
 
     def __init__(self, slots: int) -> None:
+        self.total = slots
         self._free = deque(range(slots))
         self._epochs = [0] * slots
 
@@ -109,6 +111,10 @@ class SlotTable:
         self._epochs[slot] += 1
         return slot, self._epochs[slot]
 
+    def is_current(self, slot: int, epoch: int) -> bool:
+        """Whether the slot is held, by that generation."""
+        return slot not in self._free and self._epochs[slot] == epoch
+
     def give_back(self, slot: int) -> None:
         """Make a slot free; only after every round that references it has been harvested."""
         if slot in self._free:
@@ -122,14 +128,19 @@ class Admission:
     Attributes:
         waiting: the queue, next one first.
         running: holders of a slot that have not ended, in order of admission.
+        holders: by slot, those and the ended ones whose rounds have not drained.
     """
 
-    def __init__(self, limits: AdmissionLimits, pool: PagePool, slots: int) -> None:
+    def __init__(
+        self, limits: AdmissionLimits, pool: PagePool, slots: int, snapshots: Snapshots
+    ) -> None:
         self.limits = limits
+        self.snapshots = snapshots
         self.pool = pool
         self.slots = SlotTable(slots)
         self.waiting: list[LiveRequest] = []
         self.running: dict[int, LiveRequest] = {}
+        self.holders: dict[int, LiveRequest] = {}
 
     def enqueue(self, live: LiveRequest) -> None:
         """Check a new request and queue it.
@@ -163,16 +174,36 @@ class Admission:
         admitted = []
         while self.waiting and self.slots.free:
             live = self.waiting[0]
-            pages = self.limits.worst_case_pages(live.request)
-            if not self.pool.reserve(live.uid, pages):
+            if not self._reserve(live):
                 break
             del self.waiting[0]
             live.slot, live.epoch = self.slots.take()
-            live.reserved_pages = pages
             live.phase = Phase.PREFILL
             self.running[live.uid] = live
+            self.holders[live.slot] = live
             admitted.append(live)
         return admitted
+
+    def _reserve(self, live: LiveRequest) -> bool:
+        """Promise the worst case, less what a snapshot shares.
+
+        A pinned snapshot must not be what the promise waits for, so the request goes without one
+        before it goes without pages.
+        """
+        pages = self.limits.worst_case_pages(live.request)
+        snapshot = self.snapshots.find(live)
+        if snapshot is not None:
+            shared = snapshot.shared_pages
+            if self.pool.reserve(live.uid, pages - len(shared), shared):
+                live.reserved_pages = pages
+                self.snapshots.admitted(live, snapshot)
+                return True
+            self.snapshots.unpin(snapshot)
+        if not self.pool.reserve(live.uid, pages):
+            return False
+        live.reserved_pages = pages
+        self.snapshots.admitted(live, None)
+        return True
 
     def end(self, live: LiveRequest) -> None:
         """Take a request out; its slot and pages return once no queued round references them."""
@@ -181,14 +212,40 @@ class Admission:
         else:
             del self.running[live.uid]
         live.phase = Phase.ENDED
+        self.snapshots.release(live)
         self.retire(live)
 
     def retire(self, live: LiveRequest) -> None:
         """Return an ended request's resources if its rounds have drained (contract: T7)."""
         if live.phase is Phase.ENDED and not live.in_flight and live.slot >= 0:
             self.pool.release(live.uid)
+            del self.holders[live.slot]
             self.slots.give_back(live.slot)
             live.slot = -1
+
+    def check_integrity(self) -> None:
+        """Compare slots, epochs, reservations, pages and snapshots with the requests.
+
+        Raises:
+            ContractViolation: something is held by nobody, by two, or beyond its count.
+        """
+        self.snapshots.check_integrity(self.holders.values())
+        problems = []
+        if self.slots.free + len(self.holders) != self.slots.total:
+            problems.append(f"{self.slots.free} free slots, {len(self.holders)} held")
+        if set(self.pool.owners) != {live.uid for live in self.holders.values()}:
+            problems.append(f"pages are reserved for {sorted(self.pool.owners)}")
+        for slot, live in self.holders.items():
+            name = f"request {live.uid} in slot {slot}"
+            if live.slot != slot or not self.slots.is_current(slot, live.epoch):
+                problems.append(f"{name}: it says slot {live.slot}, epoch {live.epoch}")
+            if (live.phase is Phase.ENDED) == (live.uid in self.running):
+                problems.append(f"{name}: phase {live.phase.name}")
+            pages = (live.granted_pages, live.reserved_pages)
+            if self.pool.count_of(live.uid) != pages:
+                problems.append(f"{name}: pages {pages}, the pool says otherwise")
+        if problems:
+            raise ContractViolation("admission is damaged: " + "; ".join(problems))
 
 
 def _queue_key(live: LiveRequest) -> tuple[int, int]:

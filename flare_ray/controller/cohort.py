@@ -8,7 +8,7 @@ there are more than a round has lanes, those that waited longest go first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flare_ray.contracts.plan import (
     MAX_BAD_WORD_TOKENS,
@@ -20,6 +20,8 @@ from flare_ray.contracts.plan import (
     PrefillLane,
     RoundPlan,
     SlotInit,
+    SlotRestore,
+    SnapshotSave,
 )
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
@@ -27,6 +29,7 @@ from flare_ray.controller.admission import Admission
 from flare_ray.controller.catalog import ServedCatalog
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import pages_for
+from flare_ray.controller.paging.snapshots import Capture
 from flare_ray.controller.sampling import logit_rules
 from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
 
@@ -51,12 +54,27 @@ class SubmittedRound:
     Attributes:
         decision: why the width was chosen; None for a prefill.
         started_ns: when its planning began.
+        captures: snapshots that its chunks leave.
     """
 
     plan: RoundPlan
     lanes: tuple[LiveRequest, ...]
     decision: Decision | None
     started_ns: int
+    captures: tuple[Capture, ...] = ()
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """Parts of a prefill's plan as its lanes are added."""
+
+    inits: list[SlotInit] = field(default_factory=list)
+    restores: list[SlotRestore] = field(default_factory=list)
+    grants: list[PageGrant] = field(default_factory=list)
+    lanes: list[PrefillLane] = field(default_factory=list)
+    saves: list[SnapshotSave] = field(default_factory=list)
+    captures: list[Capture] = field(default_factory=list)
+    most_pages: int = 0
 
 
 class Planner:
@@ -72,6 +90,7 @@ class Planner:
         eager: bool,
     ) -> None:
         self._admission = admission
+        self._snapshots = admission.snapshots
         self._catalog = catalog
         self._policy = policy
         self._eos_ids = eos_ids
@@ -90,13 +109,14 @@ class Planner:
             return None
         self._prefill_was_last = bool(prompts) and not (decoding and self._prefill_was_last)
         if self._prefill_was_last:
-            plan, lanes = self._plan_prefill(prompts)
+            plan, lanes, captures = self._plan_prefill(prompts)
             decision = None
         else:
+            captures = ()
             plan, lanes = self._plan_round(decoding)
             decision = self._policy.decision()
         self._next_round += 1
-        return SubmittedRound(plan, lanes, decision, now_ns)
+        return SubmittedRound(plan, lanes, decision, now_ns, captures)
 
     def forget(self, live: LiveRequest) -> None:
         """The request has ended."""
@@ -107,36 +127,56 @@ class Planner:
 
     def _plan_prefill(
         self, prompts: list[LiveRequest]
-    ) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
+    ) -> tuple[RoundPlan, tuple[LiveRequest, ...], tuple[Capture, ...]]:
         prompts.sort(key=lambda live: live.last_chunk_round)
         shape = self._prefill_shape(prompts)
         chosen = _within_message(prompts[: shape.batch_capacity])
-        inits = tuple(self._slot_init(live) for live in chosen if not live.planned_tokens)
-        grants: list[PageGrant] = []
-        lanes = []
-        most_pages = 0
-        for live in chosen:
-            start = live.planned_tokens
-            end = start + min(live.prompt_left, shape.token_capacity)
-            self._grant(live, end, grants)
-            most_pages = max(most_pages, pages_for(end))
-            final = end == len(live.request.prompt_tokens)
-            tokens = live.request.prompt_tokens[start:end]
-            lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final))
-            live.planned_tokens = end
-            live.last_chunk_round = self._next_round
-            live.in_flight.append(0)
-            if final:
-                live.phase = Phase.DECODE
+        work = _Chunks()
+        for index, live in enumerate(chosen):
+            self._plan_chunk(live, index, shape, work)
         plan = RoundPlan(
             round_id=self._next_round,
             shape=shape,
-            inits=inits,
-            grants=tuple(grants),
-            prefill=tuple(lanes),
-            context_pages=most_pages,
+            inits=tuple(work.inits),
+            grants=tuple(work.grants),
+            prefill=tuple(work.lanes),
+            context_pages=work.most_pages,
+            saves=self._snapshots.take_saves(),
+            restores=tuple(work.restores),
+            captures=tuple(work.saves),
         )
-        return plan, chosen
+        return plan, chosen, tuple(work.captures)
+
+    def _plan_chunk(self, live: LiveRequest, index: int, shape: GraphShape, work: _Chunks) -> None:
+        """Add a request's next prompt tokens to a prefill, as its lane number `index`."""
+        start = live.planned_tokens
+        end = start + min(live.prompt_left, shape.token_capacity)
+        end = self._snapshots.chunk_end(live, end)
+        if not live.started:
+            work.inits.append(self._slot_init(live))
+            shared = tuple(self._admission.pool.pages_of(live.uid))
+            if shared:
+                work.grants.append(PageGrant(live.slot, 0, shared))
+        self._grant(live, end, work.grants)
+        if not live.started:
+            live.started = True
+            restore = self._snapshots.restore(live)
+            if restore is not None:
+                work.restores.append(restore)
+        work.most_pages = max(work.most_pages, pages_for(end))
+        final = end == len(live.request.prompt_tokens)
+        tokens = live.request.prompt_tokens[start:end]
+        work.lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final))
+        captured = self._snapshots.capture(live, end)
+        if captured is not None:
+            save, snapshot = captured
+            work.saves.append(save)
+            work.captures.append(Capture(index, snapshot))
+        live.planned_tokens = end
+        live.last_chunk_round = self._next_round
+        live.in_flight.append(0)
+        if final:
+            live.phase = Phase.DECODE
 
     def _prefill_shape(self, prompts: list[LiveRequest]) -> GraphShape:
         """The program with the most useful rows for its time; the head of `prompts` is always in.
@@ -207,6 +247,7 @@ class Planner:
             grants=tuple(grants),
             lanes=tuple(lanes),
             context_pages=min(pages_for(most_tokens), self._table_pages),
+            saves=self._snapshots.take_saves(),
         )
         return plan, tuple(decoding)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flare_ray.contracts.messages import Failed
-from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.contracts.record import Flag, LaneRecord, Status
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
+from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import End
@@ -19,8 +20,15 @@ from flare_ray.errors import ContractViolation
 class Harvester:
     """Folds finished rounds into their requests."""
 
-    def __init__(self, publisher: Publisher, policy: VerificationPolicy, meters: Meters) -> None:
+    def __init__(
+        self,
+        publisher: Publisher,
+        policy: VerificationPolicy,
+        meters: Meters,
+        snapshots: Snapshots,
+    ) -> None:
         self._publisher = publisher
+        self._snapshots = snapshots
         self._policy = policy
         self._meters = meters
         self._last_harvest_ns = 0
@@ -47,6 +55,7 @@ class Harvester:
         if not plan.prefill:
             self._policy.observe(CompletedRound(plan.shape, result.lanes), cost_ns)
         self._meters.harvested(planned, result, cost_ns)
+        self._snapshots.harvested(planned.captures, planned.lanes, result.lanes)
         for live, record in zip(planned.lanes, result.lanes, strict=True):
             live.in_flight.popleft()
             if live.phase is Phase.ENDED:
@@ -73,6 +82,7 @@ class Harvester:
             raise ContractViolation(
                 f"round {record.round_id}: slot {live.slot} did nothing for a live request"
             )
+        consumed_before = live.consumed_tokens
         live.consumed_tokens = record.consumed
         live.generated_tokens = record.generated
         live.rounds += 1
@@ -82,6 +92,7 @@ class Harvester:
             return None
         before = live.stops.generated_tokens
         visible = live.stops.push(record.tokens)
+        live.chain.tokens.extend(record.tokens)
         self._publisher.generated(live.stops.generated_tokens - before)
         self._publisher.visible(live, visible, now_ns)
         if visible.end is None and record.status & (Status.EOS | Status.LENGTH):
@@ -89,4 +100,8 @@ class Harvester:
                 f"round {record.round_id}: the device ended request {live.uid} after "
                 f"{record.generated} tokens (status {record.status}), its stops did not"
             )
+        if not record.flags & Flag.PREFILL:
+            self._snapshots.advanced(live, consumed_before)
+        if visible.end is not None:
+            self._snapshots.finished(live, record)
         return visible.end

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.controller.paging.prefix import Snapshot, TokenChain
 from flare_ray.controller.stops import OutputStops
 
 
@@ -32,7 +33,11 @@ class LiveRequest:
         deadline_ns: clock reading at which it is ended with an error; 0 = never.
         slot / epoch: its device slot and that slot's generation; -1 and 0 while waiting.
         reserved_pages / granted_pages: pages promised at admission / page-table entries written.
-        planned_tokens: prompt tokens in submitted prefill programs.
+        chain: its tokens, prompt and output, with the digests of their whole pages.
+        snapshot: the prefix it starts from, pinned until its first plan is built.
+        cached_tokens: tokens of that prefix.
+        started: its slot has been handed over in a submitted plan.
+        planned_tokens: prompt tokens restored or in submitted prefill programs.
         last_chunk_round: round of its last prefill chunk, for turns among prompts; -1 = none.
         consumed_tokens / generated_tokens: as of the last harvested round.
         in_flight: for each unanswered round of this request, in order, the most tokens it may
@@ -46,11 +51,15 @@ class LiveRequest:
     arrival_ns: int
     deadline_ns: int
     stops: OutputStops
+    chain: TokenChain
     phase: Phase = Phase.WAITING
     slot: int = -1
     epoch: int = 0
     reserved_pages: int = 0
     granted_pages: int = 0
+    snapshot: Snapshot | None = None
+    cached_tokens: int = 0
+    started: bool = False
     planned_tokens: int = 0
     last_chunk_round: int = -1
     consumed_tokens: int = 0

@@ -33,6 +33,8 @@ from flare_ray.controller.harvest import Harvester
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.pool import PagePool
+from flare_ray.controller.paging.prefix import PrefixIndex, TokenChain
+from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import OutputStops
@@ -129,7 +131,8 @@ class Controller:
         self._eos_ids = frozenset(manifest.eos_ids)
         self._token_bytes = token_bytes
         self._pool = PagePool(manifest.num_pages)
-        self._admission = Admission(limits, self._pool, catalog.slots)
+        self._snapshots = _snapshots(manifest, config, self._pool)
+        self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
         self._policy = _policy(config, catalog.max_width)
         eager = config.eager or manifest.device == "cpu"
         self._planner = Planner(
@@ -137,7 +140,7 @@ class Controller:
         )
         self._publisher = Publisher(output, recorder)
         self._meters = Meters(recorder, self._admission)
-        self._harvester = Harvester(self._publisher, self._policy, self._meters)
+        self._harvester = Harvester(self._publisher, self._policy, self._meters, self._snapshots)
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
         self._deadlines: list[tuple[int, int, str]] = []
@@ -280,7 +283,8 @@ class Controller:
     def _accept(self, request: GenerationRequest, arrival_ns: int) -> None:
         deadline_ns = arrival_ns + round(request.deadline_s * 1e9) if request.deadline_s else 0
         stops = OutputStops(request, self._eos_ids, self._token_bytes)
-        live = LiveRequest(request, self._next_uid, arrival_ns, deadline_ns, stops)
+        chain = TokenChain(request.prompt_tokens, request.cache_salt)
+        live = LiveRequest(request, self._next_uid, arrival_ns, deadline_ns, stops, chain)
         self._next_uid += 1
         try:
             self._admission.enqueue(live)
@@ -395,12 +399,22 @@ class Controller:
             due_ns = min(due_ns, self._deadlines[0][0])
         return min(timeout_s, max(0.0, (due_ns - self._clock()) / 1e9))
 
+    def check_integrity(self) -> None:
+        """Prove that pages, references, reservations, slots, epochs and snapshots add up.
+
+        Runs whenever the engine goes idle; the controller's thread only.
+
+        Raises:
+            ContractViolation: what does not.
+        """
+        self._admission.check_integrity()
+
     def _check_when_idle(self) -> None:
         """Once per idle period: every page is accounted for, and nobody holds any."""
         if self._requests or self._in_flight:
             self._is_clean = False
         elif not self._is_clean:
-            self._pool.check_integrity()
+            self.check_integrity()
             if not self._pool.is_untouched:
                 raise ContractViolation("pages are held although no request is live")
             self._is_clean = True
@@ -429,6 +443,17 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
         retry_after_s=config.admission.retry_after_s,
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
     )
+
+
+def _snapshots(manifest: PreparedManifest, config: EngineConfig, pool: PagePool) -> Snapshots:
+    """Prefix snapshots over the rows that were prepared, none if the settings say so."""
+    index = PrefixIndex(
+        pool,
+        manifest.snapshot_rows if config.prefix_cache.enabled else 0,
+        row_bytes=manifest.snapshot_row_bytes,
+        page_bytes=manifest.budget.page_bytes // manifest.num_pages,
+    )
+    return Snapshots(index, pool, inside_rounds=manifest.snapshots_inside_rounds)
 
 
 def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:

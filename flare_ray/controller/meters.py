@@ -15,6 +15,7 @@ from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Counter, Histogram, Recorder
 
 _NS = 1e9
+DEVICE_TIER = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,37 @@ class _ShapeMeters:
     lane_rounds: Counter
     seconds: Histogram
     device_seconds: Histogram
+
+
+class PrefixMeters:
+    """What the prefix cache holds and did: its own counts, copied when gauges are."""
+
+    def __init__(self, recorder: Recorder, admission: Admission) -> None:
+        self._pool = admission.pool
+        self._snapshots = admission.snapshots
+        self._pages = recorder.gauge(names.PAGES_CACHED)
+        self._held = recorder.gauge(names.SNAPSHOTS_HELD, DEVICE_TIER)
+        self._bytes = recorder.gauge(names.SNAPSHOT_BYTES, DEVICE_TIER)
+        self._queries = recorder.counter(names.PREFIX_QUERIES)
+        self._hits = recorder.counter(names.PREFIX_HITS)
+        self._saved = recorder.counter(names.SNAPSHOT_SAVED, DEVICE_TIER)
+        self._restored = recorder.counter(names.SNAPSHOT_RESTORED, DEVICE_TIER)
+        self._evicted = recorder.counter(names.SNAPSHOT_EVICTED, DEVICE_TIER)
+
+    def sample(self) -> None:
+        """Copy counts and sizes."""
+        snapshots, index = self._snapshots, self._snapshots.index
+        self._pages.set(self._pool.cached_pages)
+        self._held.set(len(index))
+        self._bytes.set(len(index) * index.row_bytes)
+        for counter, total in (
+            (self._queries, snapshots.queried_tokens),
+            (self._hits, snapshots.hit_tokens),
+            (self._saved, snapshots.saved_tokens),
+            (self._restored, snapshots.hit_tokens),
+            (self._evicted, index.evicted_tokens),
+        ):
+            counter.add(total - counter.value)
 
 
 class Meters:
@@ -57,6 +89,7 @@ class Meters:
         self._expected_seconds = recorder.counter(names.POLICY_PREDICTED_SECONDS)
         self._account = recorder.gauge(names.POLICY_PROBE_ACCOUNT)
         self._cpu_seen: float | None = None
+        self._prefix = PrefixMeters(recorder, admission)
 
     def admitted(self, live: LiveRequest, now_ns: int) -> None:
         """A request got its slot."""
@@ -97,6 +130,7 @@ class Meters:
         self._running.set(len(self._admission.running))
         self._waiting.set(len(self._admission.waiting))
         self._pages_free.set(free)
+        self._prefix.sample()
         self._page_usage.set(1.0 - free / pool.total_pages)
         now = time.thread_time()
         if self._cpu_seen is not None:

@@ -76,6 +76,7 @@ class Publisher:
             drafts_offered=live.drafts_offered,
             drafts_accepted=live.drafts_accepted,
             rounds=live.rounds,
+            cached_tokens=live.cached_tokens,
         )
         self._add(live, item)
         self._close(live)

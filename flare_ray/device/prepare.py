@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,13 @@ from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
-from flare_ray.device.state.layout import DTYPE_BYTES, StateLimits, pages_for, state_bytes
+from flare_ray.device.state.layout import (
+    DTYPE_BYTES,
+    StateLimits,
+    pages_for,
+    snapshot_row_bytes,
+    state_bytes,
+)
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import rank_weight_bytes
@@ -38,6 +44,7 @@ from flare_ray.recipes.declaration import (
     Communicator,
     Family,
     Recipe,
+    StateSpec,
     resolve,
 )
 from flare_ray.recipes.registry import find_recipe
@@ -46,6 +53,8 @@ logger = logging.getLogger(__name__)
 GIB = 1 << 30
 HEADROOM_RATIO = 0.05
 """Share of the free memory left for operators' intermediates; guess, revised by measurement."""
+SNAPSHOTS_PER_SLOT = 8
+"""Prefix snapshots unless the settings give bytes; a guess, a request keeps two or three."""
 GENERATION_FILE = "generation_config.json"
 
 
@@ -116,16 +125,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     options = _catalog_options(config, recipe, geometry.num_drafter_layers)
     shapes = catalog_shapes(options)
     families: tuple[Family, ...] = ("target", "drafter") if options.speculative else ("target",)
-    limits = StateLimits(
-        slots=config.concurrency,
-        num_pages=_pool_pages(config) + 1,
-        context_tokens=config.context_tokens,
-        dtype=config.dtype,
-        device=config.device,
-        vocab_size=geometry.vocab_size,
-        speculation=options.speculative,
-    )
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
+    limits, row_bytes = _state_limits(
+        config, spec, options, vocab_size=geometry.vocab_size
+    )
     page_bytes, rest_bytes = state_bytes(spec, limits)
     generation = _read_object(folder / GENERATION_FILE, required=False)
     manifest = PreparedManifest(
@@ -159,6 +162,10 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             scratch_bytes=scratch_sizes(shapes, geometry.vocab_size).num_bytes,
         ),
         threads=config.threads_per_rank if config.device == "cpu" else 0,
+        snapshot_rows=limits.snapshot_rows,
+        snapshot_row_bytes=row_bytes,
+        # what a row group held before a round's last row is gone
+        snapshots_inside_rounds=all(group.kind != "row" for group in spec.groups),
     )
     return EnginePlan(manifest, recipe, geometry, families)
 
@@ -175,7 +182,7 @@ def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
     parts = (
         ("weights", budget.weights_bytes, "tensor_parallel_size"),
         ("pages", budget.page_bytes, "page_pool_tokens, concurrency or context_tokens"),
-        ("state", budget.state_bytes, "concurrency"),
+        ("state", budget.state_bytes, "concurrency or prefix_cache.device_bytes"),
         ("graph pool", budget.graph_pool_bytes, "concurrency or speculation.widths"),
         ("scratch", budget.scratch_bytes, "concurrency, prefill_tokens or speculation.widths"),
     )
@@ -270,6 +277,38 @@ def _widths(config: EngineConfig, recipe: Recipe) -> tuple[int, ...]:
             f"{list(widths)}; prepare it or choose another"
         )
     return widths
+
+
+def _state_limits(
+    config: EngineConfig, spec: StateSpec, options: CatalogOptions, *, vocab_size: int
+) -> tuple[StateLimits, int]:
+    """Sizes of all state, and the bytes of one prefix snapshot (0 = the cache is off)."""
+    limits = StateLimits(
+        slots=config.concurrency,
+        num_pages=_pool_pages(config) + 1,
+        context_tokens=config.context_tokens,
+        dtype=config.dtype,
+        device=config.device,
+        vocab_size=vocab_size,
+        speculation=options.speculative,
+    )
+    row_bytes = snapshot_row_bytes(spec, limits) if config.prefix_cache.enabled else 0
+    return replace(limits, snapshot_rows=_snapshot_rows(config, row_bytes)), row_bytes
+
+
+def _snapshot_rows(config: EngineConfig, row_bytes: int) -> int:
+    """Rows that the prefix cache's bytes hold; 0 = it is off."""
+    settings = config.prefix_cache
+    if not settings.enabled:
+        return 0
+    if settings.device_bytes is None:
+        return SNAPSHOTS_PER_SLOT * config.concurrency
+    if settings.device_bytes < row_bytes:
+        raise ConfigError(
+            f"prefix_cache.device_bytes is {settings.device_bytes}, one snapshot takes "
+            f"{row_bytes}; raise it or set prefix_cache.enabled: false"
+        )
+    return settings.device_bytes // row_bytes
 
 
 def _pool_pages(config: EngineConfig) -> int:

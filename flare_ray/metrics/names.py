@@ -246,6 +246,48 @@ POLICY_PROBE_ACCOUNT = Series(
 # Memory.
 PAGES_TOTAL = Series("flare_pages", Kind.GAUGE, "Pages of the pool, the null page excluded.")
 PAGES_FREE = Series("flare_pages_free", Kind.GAUGE, "Pages neither granted nor promised.")
+PAGES_CACHED = Series(
+    "flare_pages_cached", Kind.GAUGE, "Pages that prefix snapshots alone hold; free for requests."
+)
+PREFIX_QUERIES = Series(
+    "flare_prefix_cache_queries",
+    Kind.COUNTER,
+    "Prompt tokens of requests that got a slot.",
+    alias="vllm:prefix_cache_queries",
+)
+PREFIX_HITS = Series(
+    "flare_prefix_cache_hits",
+    Kind.COUNTER,
+    "Prompt tokens restored from a prefix snapshot instead of computed.",
+    alias="vllm:prefix_cache_hits",
+)
+SNAPSHOTS_HELD = Series(
+    "flare_prefix_snapshots", Kind.GAUGE, "Prefix snapshots held, by tier.", labels=("tier",)
+)
+SNAPSHOT_BYTES = Series(
+    "flare_prefix_snapshot_bytes",
+    Kind.GAUGE,
+    "Bytes per rank of the snapshots held, their pages apart, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_SAVED = Series(
+    "flare_prefix_saved_tokens",
+    Kind.COUNTER,
+    "Tokens of the prefixes that became a snapshot, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_RESTORED = Series(
+    "flare_prefix_restored_tokens",
+    Kind.COUNTER,
+    "Tokens of the snapshots that requests started from, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_EVICTED = Series(
+    "flare_prefix_evicted_tokens",
+    Kind.COUNTER,
+    "Tokens of the snapshots dropped to make room, by tier.",
+    labels=("tier",),
+)
 CACHE_USAGE = Series(
     "flare_page_usage_ratio",
     Kind.GAUGE,

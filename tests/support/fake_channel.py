@@ -19,19 +19,22 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
-from flare_ray.contracts.messages import StreamItem
-from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan, SlotInit
-from flare_ray.contracts.record import Flag, LaneRecord, Status
-from flare_ray.contracts.shapes import (
-    PAGE_TOKENS,
-    GraphKind,
-    decode_shapes,
-    prefill_shapes,
-    speculative_shapes,
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import (
+    LanePlan,
+    PageGrant,
+    PrefillLane,
+    RoundPlan,
+    SlotInit,
+    SlotRestore,
+    SnapshotSave,
 )
+from flare_ray.contracts.record import Flag, LaneRecord, Status
+from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
+from tests.support.fake_manifest import CollectingOutput as CollectingOutput
+from tests.support.fake_manifest import make_manifest as make_manifest
 
 MAX_PLAN_BYTES = 64 * 1024
 NANOSECONDS = 1_000_000_000
@@ -103,6 +106,9 @@ class _Slot:
     pending: int = -1
     finished: bool = False
     pages: dict[int, int] = field(default_factory=dict)
+    shared_pages: int = 0
+    history: list[int] = field(default_factory=list)
+    published: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,9 @@ class FakeChannel:
         self.closed = False
         self._slots = [_Slot() for _ in range(manifest.slots)]
         self._owner: dict[int, tuple[int, int]] = {}
+        self._content: dict[int, dict[int, int]] = {}
+        self._rows: dict[int, tuple[int, ...]] = {}
+        self.restores = 0
         self._queued: deque[tuple[RoundPlan, RoundResult, int]] = deque()
         self._condition = threading.Condition()
         self._woken = False
@@ -160,13 +169,20 @@ class FakeChannel:
         with self._condition:
             self._raise_failure()
             self._check_plan(plan)
+            for save in plan.saves:
+                self._apply_save(save)
             for init in plan.inits:
                 self._apply_init(init)
+            self._apply_restores(plan)
             for grant in plan.grants:
                 self._apply_grant(grant)
+            for restore in plan.restores:
+                self._copy_page(restore)
             context = plan.context_pages
             lanes = [self._prefill(plan, lane, context) for lane in plan.prefill]
             lanes += [self._round(plan, lane) for lane in plan.lanes]
+            for capture in plan.captures:
+                self._apply_save(capture)
             latency_ns = round(self.latency_s(plan) * NANOSECONDS)
             start_ns = max(self._now(), self._queued[-1][2] if self._queued else 0)
             result = RoundResult(plan.round_id, tuple(lanes), latency_ns)
@@ -227,6 +243,49 @@ class FakeChannel:
         self._slots[init.slot] = _Slot(init=init)
         self.rows_by_request[init.uid] = []
 
+    def _apply_save(self, save: SnapshotSave) -> None:
+        _require(0 <= save.row < self.manifest.snapshot_rows, f"row {save.row} was not prepared")
+        slot = self._slots[save.slot]
+        _require(slot.init is not None and slot.init.epoch == save.epoch, f"{save}: other epoch")
+        held = tuple(slot.history) if save.live else slot.published
+        _require(len(held) == save.consumed, f"{save}: {len(held)} tokens are there")
+        self._rows[save.row] = held
+
+    def _apply_restores(self, plan: RoundPlan) -> None:
+        """Slots as their snapshots left them; the pages they share are known by the row."""
+        for restore in plan.restores:
+            slot = self._slots[restore.slot]
+            _require(slot.init is not None and slot.init.epoch == restore.epoch, "epoch")
+            _require(any(init.slot == restore.slot for init in plan.inits), "not handed over")
+            tokens = self._rows.get(restore.row, ())
+            _require(len(tokens) == restore.consumed, f"{restore}: row holds {len(tokens)} tokens")
+            slot.history = list(tokens)
+            slot.prompt = list(tokens)
+            slot.consumed = restore.consumed
+            slot.shared_pages = (restore.consumed - 1) // PAGE_TOKENS
+            self.restores += 1
+
+    def _copy_page(self, restore: SlotRestore) -> None:
+        slot = self._slots[restore.slot]
+        last = slot.shared_pages
+        _require(slot.pages.get(last) == restore.target_page, f"{restore}: not its own page")
+        self._content[restore.target_page] = dict(self._content.get(restore.source_page, {}))
+        for position, token in enumerate(slot.history):
+            page = slot.pages[position // PAGE_TOKENS]
+            there = self._content.get(page, {}).get(position % PAGE_TOKENS)
+            _require(there == token, f"{restore}: page {page} holds {there} at {position}")
+
+    def _consume(self, slot: _Slot, tokens: Sequence[int]) -> None:
+        """Write committed tokens into the slot's own pages."""
+        for token in tokens:
+            position = len(slot.history)
+            place = position // PAGE_TOKENS
+            _require(place >= slot.shared_pages, f"position {position} lies in a shared page")
+            self._content.setdefault(slot.pages[place], {})[position % PAGE_TOKENS] = token
+            slot.history.append(token)
+            if len(slot.history) % PAGE_TOKENS == 0:
+                slot.published = tuple(slot.history)
+
     def _apply_grant(self, grant: PageGrant) -> None:
         slot = self._slots[grant.slot]
         _require(slot.init is not None, f"slot {grant.slot}: pages granted before its init")
@@ -235,10 +294,14 @@ class FakeChannel:
             _require(0 < page < self.manifest.num_pages, f"page {page} is no page of the pool")
             _require(place not in slot.pages, f"slot {grant.slot}: entry {place} granted twice")
             _require(page not in slot.pages.values(), f"page {page} granted twice to one slot")
+            if place < slot.shared_pages:
+                slot.pages[place] = page
+                continue
             owner = self._owner.get(page)
             reused_early = owner is not None and self._is_queued(*owner)
             _require(not reused_early, f"page {page} reused under a queued round")
             slot.pages[place] = page
+            self._content[page] = {}
             self._owner[page] = (grant.slot, slot.init.epoch)
 
     def _prefill(self, plan: RoundPlan, lane: PrefillLane, context_pages: int) -> LaneRecord:
@@ -250,6 +313,7 @@ class FakeChannel:
         self._touch(lane.slot, lane.start + len(lane.tokens), context_pages)
         slot.prompt.extend(lane.tokens)
         slot.consumed += len(lane.tokens)
+        self._consume(slot, lane.tokens)
         tokens: tuple[int, ...] = ()
         flags = Flag.PREFILL
         if lane.final:
@@ -272,8 +336,9 @@ class FakeChannel:
         accepted = 0
         while accepted < offered and self.accepts(prompt, slot.generated, accepted + 1):
             accepted += 1
-        generated = slot.generated
+        generated, pending = slot.generated, slot.pending
         tokens = self._commit(slot, accepted + 1)
+        self._consume(slot, (pending, *tokens)[: slot.generated - generated])
         slot.consumed += slot.generated - generated
         return self._record(plan, slot, _Outcome(tokens, offered, accepted))
 
@@ -298,6 +363,9 @@ class FakeChannel:
         _require(pages <= context_pages, f"slot {index}: {pages} pages, bound {context_pages}")
         for place in range(pages):
             page = slot.pages.get(place)
+            if place < slot.shared_pages:
+                _require(page is not None, f"slot {index}: shared entry {place} was not granted")
+                continue
             _require(page is not None, f"slot {index}: entry {place} touched before its grant")
             owner = self._owner.get(page) if page is not None else None
             _require(owner == (index, slot.init.epoch), f"page {page} belongs to {owner}")
@@ -383,60 +451,3 @@ def _require(condition: bool, problem: str) -> None:
 def _rank_failure(rank: int, round_id: int, cause: str) -> RankFailure:
     message = f"rank {rank} failed in round {round_id}: {cause}"
     return RankFailure(message, rank=rank, round_id=round_id)
-
-
-class CollectingOutput:
-    """An `OutputPort` that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.batches: list[tuple[str, tuple[StreamItem, ...]]] = []
-
-    def send(self, reply_to: str, items: tuple[StreamItem, ...]) -> None:
-        self.batches.append((reply_to, items))
-
-    def items(self, request_id: str) -> list[StreamItem]:
-        """Items of one request, in order."""
-        return [
-            item
-            for _, items in self.batches
-            for item in items
-            if getattr(item, "request_id", None) == request_id
-        ]
-
-
-def make_manifest(
-    *,
-    slots: int = 4,
-    draft_tokens: int = 5,
-    context_tokens: int = 1024,
-    num_pages: int = 0,
-    prefill_tokens: int = 64,
-    eos_ids: tuple[int, ...] = (),
-) -> PreparedManifest:
-    """A prepared engine of both families with small numbers; num_pages 0 = room for every slot."""
-    widths = range(1, draft_tokens + 2)
-    prefill = prefill_shapes(slots, prefill_tokens, speculation=True)
-    prefill += prefill_shapes(slots, prefill_tokens, speculation=False)
-    rounds = speculative_shapes(slots, widths, 128) + decode_shapes(slots)
-    return PreparedManifest(
-        recipe="scripted",
-        checkpoint_name="scripted",
-        world_size=1,
-        device="cpu",
-        dtype="float32",
-        vocab_size=256,
-        context_tokens=context_tokens,
-        page_tokens=PAGE_TOKENS,
-        num_pages=num_pages or slots * -(-context_tokens // PAGE_TOKENS) + 1,
-        slots=slots,
-        prefill_tokens=prefill_tokens,
-        draft_tokens=draft_tokens,
-        speculation=True,
-        copy_inputs=False,
-        eos_ids=eos_ids,
-        sampling_defaults=SamplingDefaults(),
-        shapes=prefill + rounds,
-        budget=ByteBudget(
-            weights_bytes=0, page_bytes=0, state_bytes=0, graph_pool_bytes=0, scratch_bytes=0
-        ),
-    )

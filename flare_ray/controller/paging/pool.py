@@ -1,16 +1,23 @@
 """The page pool: who holds which page, and what has been promised (contract: M1).
 
-    id    0            1 ......................................... num_pages - 1
-          null page    | granted, by owner |        free list                   |
-                                            | promised | free for new requests  |
+    id    0            1 ...................................................... num_pages - 1
+          null page    | granted, by owner | cached: held by |        free list
+                       |  (shared or own)  | snapshots alone | promised | free for new requests
 
 A request *reserves* its worst case once, at admission, and is *granted* page ids as its positions
 grow. Free pages never number fewer than the promised ones, so an admitted request cannot run out
 and no two requests can wait for each other: the only wait is for a first reservation, in queue
-order, and it ends when somebody finishes. Bookkeeping only; no page content passes through here.
+order, and it ends when somebody finishes.
+
+A page may have several owners, which share a prefix and never write into it, and may be held by
+prefix snapshots besides. It returns to the free list when the last of them lets go. Cached pages
+count as free for a new reservation: they are taken back from snapshots when it needs them.
+Bookkeeping only; no page content passes through here.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.errors import ContractViolation
@@ -19,6 +26,10 @@ from flare_ray.errors import ContractViolation
 def pages_for(tokens: int) -> int:
     """Pages that hold `tokens` positions."""
     return -(-tokens // PAGE_TOKENS)
+
+
+def _nothing_to_evict() -> bool:
+    return False
 
 
 class PagePool:
@@ -35,30 +46,60 @@ class PagePool:
         self._granted: dict[int, list[int]] = {}
         self._reserved: dict[int, int] = {}
         self._promised = 0
+        # By page id: requests that have it in their table, snapshots that hold it.
+        self._owners = [0] * num_pages
+        self._holds = [0] * num_pages
+        self._cached = 0
+        self._evict: Callable[[], bool] = _nothing_to_evict
 
     @property
     def free_pages(self) -> int:
-        """Pages neither granted nor promised."""
-        return len(self._free) - self._promised
+        """Pages that new requests can be promised: free or cached, less what is promised."""
+        return len(self._free) + self._cached - self._promised
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that snapshots alone hold."""
+        return self._cached
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nobody holds or was promised a page."""
+        """Whether no request holds or was promised a page."""
         return not self._reserved
 
-    def reserve(self, owner: int, pages: int) -> bool:
-        """Promise `pages` to `owner`, which holds none; False, without change, if too few are
-        free.
+    def evict_with(self, evict: Callable[[], bool]) -> None:
+        """Name who gives up a snapshot when pages are short.
 
+        Args:
+            evict: drops one snapshot; False = there is none that may go.
+        """
+        self._evict = evict
+
+    def reserve(self, owner: int, pages: int, shared: Sequence[int] = ()) -> bool:
+        """Promise `pages` to `owner`, which holds none, and let it share held pages.
+
+        Snapshots are evicted as far as the promise needs. False, without a change of reservations,
+        if too few pages are or become free.
+
+        Args:
+            shared: pages of a pinned snapshot: the owner's first page-table entries.
         Raises:
-            ContractViolation: the owner already has a reservation.
+            ContractViolation: the owner already has a reservation; a shared page is not held.
         """
         if owner in self._reserved:
             raise ContractViolation(f"request {owner} reserves pages a second time")
-        if pages > self.free_pages:
+        if not all(self._holds[page] for page in shared):
+            raise ContractViolation(f"request {owner} shares pages {shared} that no snapshot holds")
+        taken = sum(not self._owners[page] for page in shared)
+        if pages > self.free_pages - taken:
             return False
-        self._reserved[owner] = pages
-        self._granted[owner] = []
+        self._own(shared)
+        while pages > len(self._free) - self._promised:
+            if not self._evict():
+                self._disown(shared)
+                return False
+        self._reserved[owner] = pages + len(shared)
+        self._granted[owner] = list(shared)
         self._promised += pages
         return True
 
@@ -76,8 +117,23 @@ class PagePool:
             )
         taken = tuple(self._free.pop() for _ in range(pages))
         held.extend(taken)
+        for page in taken:
+            self._owners[page] = 1
         self._promised -= pages
         return taken
+
+    @property
+    def owners(self) -> Iterable[int]:
+        """Everybody with a reservation."""
+        return self._reserved.keys()
+
+    def count_of(self, owner: int) -> tuple[int, int]:
+        """(page-table entries, entries reserved) of an owner."""
+        return len(self._granted[owner]), self._reserved[owner]
+
+    def pages_of(self, owner: int) -> Sequence[int]:
+        """The owner's page-table entries so far, shared ones first; not a copy."""
+        return self._granted[owner]
 
     def release(self, owner: int) -> None:
         """Take back everything the owner holds or was promised.
@@ -91,23 +147,74 @@ class PagePool:
             raise ContractViolation(f"request {owner} gives back pages it never reserved")
         held = self._granted.pop(owner)
         self._promised -= self._reserved.pop(owner) - len(held)
-        self._free.extend(reversed(held))
+        self._disown(reversed(held))
 
-    def check_integrity(self) -> None:
+    def hold(self, pages: Iterable[int]) -> None:
+        """A snapshot keeps `pages`, which somebody owns or another snapshot holds."""
+        for page in pages:
+            if not self._owners[page] and not self._holds[page]:
+                raise ContractViolation(f"a snapshot holds page {page}, which is free")
+            self._holds[page] += 1
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """A snapshot lets go of `pages`."""
+        for page in pages:
+            if not self._holds[page]:
+                raise ContractViolation(f"a snapshot drops page {page}, which none holds")
+            self._holds[page] -= 1
+            if not self._holds[page] and not self._owners[page]:
+                self._cached -= 1
+                self._free.append(page)
+
+    def _own(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._cached -= not self._owners[page]
+            self._owners[page] += 1
+
+    def _disown(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._owners[page] -= 1
+            if self._owners[page]:
+                continue
+            if self._holds[page]:
+                self._cached += 1
+            else:
+                self._free.append(page)
+
+    def check_integrity(self, held: Iterable[int] = ()) -> None:
         """Recount everything.
 
+        Args:
+            held: pages of every snapshot, a page once per snapshot that holds it.
         Raises:
-            ContractViolation: a page is lost, held twice, or promised twice.
+            ContractViolation: a page is lost, free and held, or promised twice; a count is off.
         """
-        pages = [*self._free, *(page for held in self._granted.values() for page in held)]
+        owners, holds = [0] * (self.total_pages + 1), [0] * (self.total_pages + 1)
+        for granted in self._granted.values():
+            for page in granted:
+                owners[page] += 1
+        for page in held:
+            holds[page] += 1
+        if owners != self._owners or holds != self._holds:
+            wrong = [
+                page
+                for page in range(self.total_pages + 1)
+                if (owners[page], holds[page]) != (self._owners[page], self._holds[page])
+            ]
+            raise ContractViolation(
+                f"page pool: pages {wrong} are counted as owned or held by others than hold them"
+            )
+        used = [page for page in range(self.total_pages + 1) if owners[page] or holds[page]]
+        pages = [*self._free, *used]
         if sorted(pages) != list(range(1, self.total_pages + 1)):
             raise ContractViolation(
                 f"page pool: {len(pages)} entries, {len(set(pages))} distinct, expected each of "
                 f"1..{self.total_pages} once"
             )
+        cached = sum(1 for page in used if not owners[page])
         promised = sum(self._reserved.values()) - sum(map(len, self._granted.values()))
-        if promised != self._promised or promised > len(self._free):
+        if promised != self._promised or promised > len(self._free) or cached != self._cached:
             raise ContractViolation(
                 f"page pool: {self._promised} pages promised by count, {promised} by owner, "
-                f"{len(self._free)} free"
+                f"{len(self._free)} free; {self._cached} cached by count, {cached} by page"
             )

@@ -29,6 +29,7 @@ from flare_ray.frontend.openai.responses import (
     ChunkChoice,
     Envelope,
     FunctionCall,
+    PromptTokensDetails,
     TextChoice,
     ToolCallBody,
     Usage,
@@ -264,7 +265,8 @@ class Answer:
     def _usage(self) -> Usage:
         prompt = sum(self._prepared.prompt_tokens[:: self._prepared.choices_per_prompt])
         completion = sum(f.completion_tokens for f in self._finished.values())
-        return Usage(prompt, completion, prompt + completion)
+        cached = sum(f.cached_tokens for f in self._finished.values())
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
 
     def _envelope(
         self,

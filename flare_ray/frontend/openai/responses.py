@@ -9,12 +9,19 @@ _encode = msgspec.json.Encoder().encode
 DONE_FRAME = b"data: [DONE]\n\n"
 
 
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: prompt tokens restored from a prefix snapshot instead of computed."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts; `completion_tokens` includes a terminal token."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

@@ -132,7 +132,7 @@ class Harness:
         stats = self.controller.stats()
         assert stats.free_pages == stats.total_pages
         assert (stats.running, stats.waiting) == (0, 0)
-        self.controller._pool.check_integrity()
+        self.controller.check_integrity()
         assert self.controller._admission.slots.free == self.manifest.slots
 
 

@@ -45,6 +45,7 @@ def test_whole_answer_has_reasoning_content_usage_and_finish(make_api):
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 

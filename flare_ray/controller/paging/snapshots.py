@@ -1,0 +1,195 @@
+"""When a prefix is kept, when a request starts from one, and what plans must carry for it
+(contract: M4, M7).
+
+Kept are the prompt's last page boundary and its end, a finished request's end, and page boundaries
+at doubling distances while decoding.
+
+A snapshot's life as the ranks see it:
+
+    prompt    claim a row -> the chunk's plan captures its end state -> harvested: published
+    decoding  harvested over a boundary -> claim, publish -> the next plan saves the row
+    a hit     pinned at admission -> the first plan restores it -> unpinned
+
+Decode snapshots are published before their row is written: every restore travels in the same plan
+or a later one, and a plan's saves run first. The publication row still holds that boundary then: at
+most two rounds were queued, of eight tokens each, and the next boundary is 64 tokens away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from flare_ray.contracts.plan import SlotRestore, SnapshotSave
+from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.paging.pool import PagePool
+from flare_ray.controller.paging.prefix import PrefixIndex, Snapshot
+from flare_ray.errors import ContractViolation
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A claimed row that a submitted chunk fills: index of the chunk's lane in its plan."""
+
+    lane: int
+    snapshot: Snapshot
+
+
+class Snapshots:
+    """Prefix snapshots of one engine. Used by the controller's thread.
+
+    Args:
+        inside_rounds: a row inside a round's accepted rows can be kept, not only its last.
+    Attributes:
+        index: what is cached.
+        queried_tokens / hit_tokens: prompt tokens of admitted requests, and those restored.
+        saved_tokens / saved: tokens of published snapshots, and their number.
+    """
+
+    def __init__(self, index: PrefixIndex, pool: PagePool, *, inside_rounds: bool) -> None:
+        self.index = index
+        self._pool = pool
+        self._inside_rounds = inside_rounds
+        self._saves: list[SnapshotSave] = []
+        self.queried_tokens = 0
+        self.hit_tokens = 0
+        self.saved_tokens = 0
+        self.saved = 0
+
+    # Admission.
+
+    def find(self, live: LiveRequest) -> Snapshot | None:
+        """The longest usable prefix of a waiting request, pinned; one token is left to consume."""
+        snapshot = self.index.find(live.chain, len(live.request.prompt_tokens) - 1)
+        if snapshot is not None:
+            self.index.pin(snapshot)
+        return snapshot
+
+    def unpin(self, snapshot: Snapshot) -> None:
+        """A found snapshot is not used after all."""
+        self.index.unpin(snapshot)
+
+    def admitted(self, live: LiveRequest, snapshot: Snapshot | None) -> None:
+        """The request got its slot, and will start from `snapshot`."""
+        self.queried_tokens += len(live.request.prompt_tokens)
+        if snapshot is not None:
+            self.hit_tokens += snapshot.tokens
+            live.snapshot = snapshot
+            live.cached_tokens = snapshot.tokens
+            live.planned_tokens = snapshot.tokens
+            live.consumed_tokens = snapshot.tokens
+            live.granted_pages = len(snapshot.shared_pages)
+
+    def release(self, live: LiveRequest) -> None:
+        """The request ended, perhaps before its first plan."""
+        if live.snapshot is not None:
+            self.index.unpin(live.snapshot)
+            live.snapshot = None
+
+    # Planning.
+
+    def take_saves(self) -> tuple[SnapshotSave, ...]:
+        """Saves that the plan being built must carry."""
+        saves, self._saves = tuple(self._saves), []
+        return saves
+
+    def restore(self, live: LiveRequest) -> SlotRestore | None:
+        """The restore of a request's first plan; its own pages are granted already."""
+        snapshot = live.snapshot
+        if snapshot is None:
+            return None
+        self.release(live)
+        last = len(snapshot.shared_pages)
+        return SlotRestore(
+            slot=live.slot,
+            epoch=live.epoch,
+            row=snapshot.row,
+            consumed=snapshot.tokens,
+            source_page=snapshot.last_page,
+            target_page=self._pool.pages_of(live.uid)[last],
+        )
+
+    def chunk_end(self, live: LiveRequest, end: int) -> int:
+        """Where a chunk through `end` is cut short: at the prompt's last page boundary, if that is
+        to be kept."""
+        boundary = _last_boundary(live)
+        if not live.planned_tokens < boundary < end or not self.index.wants(live.chain, boundary):
+            return end
+        return boundary
+
+    def capture(self, live: LiveRequest, end: int) -> tuple[SnapshotSave, Snapshot] | None:
+        """The snapshot that a chunk ending at `end` takes, if that is a kept place."""
+        if end not in (_last_boundary(live), len(live.request.prompt_tokens)):
+            return None
+        snapshot = self.index.claim(live.chain, end)
+        if snapshot is None:
+            return None
+        return SnapshotSave(live.slot, live.epoch, end, snapshot.row, True), snapshot
+
+    # Harvest.
+
+    def harvested(
+        self,
+        captures: Sequence[Capture],
+        lanes: Sequence[LiveRequest],
+        records: Sequence[LaneRecord],
+    ) -> None:
+        """Publish what a prefill's chunks left, before its requests give pages back."""
+        for capture in captures:
+            live, record, snapshot = lanes[capture.lane], records[capture.lane], capture.snapshot
+            ran = record.status & Status.ACTIVE and not record.status & Status.NONFINITE
+            if ran and record.consumed == snapshot.tokens:
+                self._publish(live, snapshot)
+            else:
+                self.index.abandon(snapshot)
+
+    def advanced(self, live: LiveRequest, before: int) -> None:
+        """A round has moved a request from `before` consumed tokens; its tokens are known."""
+        boundary = live.consumed_tokens // PAGE_TOKENS * PAGE_TOKENS
+        distance = (boundary - _last_boundary(live)) // PAGE_TOKENS
+        if boundary <= before or distance < 1 or distance & (distance - 1):
+            return
+        if boundary != live.consumed_tokens and not self._inside_rounds:
+            return
+        # What lies behind a stop was never part of the text.
+        prompt = len(live.request.prompt_tokens)
+        if boundary <= prompt + live.stops.generated_tokens:
+            self._save(live, boundary, live_state=False)
+
+    def finished(self, live: LiveRequest, record: LaneRecord) -> None:
+        """A request ended well; keep its end if the device ended it there too, for then no further
+        round changes the slot."""
+        ended = record.status & (Status.EOS | Status.LENGTH)
+        if ended and record.generated == live.stops.generated_tokens:
+            self._save(live, live.consumed_tokens, live_state=True)
+
+    def check_integrity(self, holders: Iterable[LiveRequest]) -> None:
+        """Compare pins with requests that have not started; then as `PrefixIndex.check_integrity`.
+
+        Raises:
+            ContractViolation: a snapshot is pinned by nobody, or not by its request.
+        """
+        pinned = sorted(live.snapshot.row for live in holders if live.snapshot is not None)
+        counted = sorted(s.row for s in self.index for _ in range(s.pins))
+        if pinned != counted:
+            raise ContractViolation(f"rows {pinned} wait to be restored, {counted} are pinned")
+        self.index.check_integrity()
+
+    def _save(self, live: LiveRequest, tokens: int, *, live_state: bool) -> None:
+        snapshot = self.index.claim(live.chain, tokens)
+        if snapshot is None:
+            return
+        self._saves.append(SnapshotSave(live.slot, live.epoch, tokens, snapshot.row, live_state))
+        self._publish(live, snapshot)
+
+    def _publish(self, live: LiveRequest, snapshot: Snapshot) -> None:
+        self.index.publish(snapshot, self._pool.pages_of(live.uid))
+        self.saved += 1
+        self.saved_tokens += snapshot.tokens
+
+
+def _last_boundary(live: LiveRequest) -> int:
+    """The prompt's last page boundary; 0 = it has none."""
+    return len(live.request.prompt_tokens) // PAGE_TOKENS * PAGE_TOKENS
