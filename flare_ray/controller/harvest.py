@@ -52,7 +52,8 @@ class Harvester:
             )
         cost_ns = now_ns - max(self._last_harvest_ns, planned.started_ns)
         self._last_harvest_ns = now_ns
-        if not plan.prefill:
+        if not plan.prefill and any(record.status & Status.ACTIVE for record in result.lanes):
+            # A round behind everyone's last one may be skipped: its cost tells nothing.
             self._policy.observe(CompletedRound(plan.shape, result.lanes), cost_ns)
         self._meters.harvested(planned, result, cost_ns)
         self._snapshots.harvested(planned.captures, planned.lanes, result.lanes)

@@ -15,6 +15,7 @@ from flare_ray.errors import ContractViolation
 from tests.round.test_acceptance import PROMPT, greedy_script, plain_text
 from tests.support.scripted.geometry import Script
 from tests.support.scripted.harness import Driver, Sampling, scripted_rank
+from tests.support.scripted.target import ScriptedTarget
 
 
 def everything(rank) -> list[torch.Tensor]:
@@ -81,6 +82,24 @@ def test_queued_round_after_the_end_contributes_nothing(width):
     assert record.status == Status.IDLE
     assert record.tokens == ()
     assert same(ended, everything(rank))
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_round_runs_the_target_only_while_a_lane_is_live(live, monkeypatch):
+    script = Script(vocab_size=16, order=2, seed=3, eos_ids=(6,))
+    rank = scripted_rank(script)
+    driver = Driver(rank)
+    requests = driver.prefill([driver.open(PROMPT, s, budget=b) for s, b in ((0, 40), (1, 3))])
+    while not requests[1].ended:
+        driver.round(requests, 2)
+    passes = []
+    forward = ScriptedTarget.forward
+    monkeypatch.setattr(ScriptedTarget, "forward", lambda *a: passes.append(1) or forward(*a))
+    before = next(driver.round_ids)
+    records = driver.round(requests if live else [requests[1]], 2)
+    assert len(passes) == live
+    assert records[-1].status == Status.IDLE
+    assert (records[-1].epoch, records[-1].round_id) == (requests[1].epoch, before + 1)
 
 
 def test_neighbours_do_not_change_a_lanes_text():

@@ -23,12 +23,15 @@ from flare_ray.device.speculation.inputs import (
     FilterBounds,
     HostFacts,
     LaneBounds,
+    LaneField,
     PrefillInputs,
     RoundInputs,
     StaticBuffer,
 )
 from flare_ray.device.speculation.prefill import PrefillScratch, run_prefill
+from flare_ray.device.speculation.record import write_idle_record
 from flare_ray.device.speculation.round import Model, RoundScratch, run_round
+from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 
 WARM_PAGES = 2
@@ -116,16 +119,32 @@ class EagerRound:
         """See `Program`."""
         if self._facts is None:
             raise ContractViolation("replay before prepare")
-        run_round(self._model, self.shape, self._inputs, self._scratch, self._facts)
+        if self._is_idle():
+            write_idle_record(self.record, self._inputs.lanes)
+            return
+        self._run(self._facts)
+
+    def _is_idle(self) -> bool:
+        """Whether no lane would run: all requests of a round queued behind their last one have
+        ended. The state lies in host memory, so a look at it costs no wait; every rank's is equal,
+        so all of them skip alike. A captured program runs such a round for nothing."""
+        core = self._model.store.request.core
+        if core.device.type != "cpu":
+            return False
+        planned, slots = self._inputs.lanes.numpy(), core.numpy()
+        held = slots[planned[:, LaneField.SLOT]]
+        live = held[:, Core.PHASE] == Phase.READY.value
+        return not (live & (held[:, Core.EPOCH] == planned[:, LaneField.EPOCH])).any()
+
+    def _run(self, facts: HostFacts) -> None:
+        run_round(self._model, self.shape, self._inputs, self._scratch, facts)
 
     def warm(self) -> None:
         """See `Program`."""
         self._inputs.clear()
         columns = min(WARM_PAGES, self._columns)
         copies = self.shape.draft_tokens > 0
-        self._facts = HostFacts(columns, self.shape.verify_width, True, copies, True, ALL_FILTERS)
-        self.replay()
-        self._facts = None
+        self._run(HostFacts(columns, self.shape.verify_width, True, copies, True, ALL_FILTERS))
 
 
 class EagerPrefill:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flare_ray.contracts.record import METADATA_FIELDS, RECORD_FIELDS, Field
 from flare_ray.device.speculation.commit import Outcome
+from flare_ray.device.speculation.inputs import LaneField
 from flare_ray.device.speculation.lanes import Lanes
 from flare_ray.device.state.layout import Core
 from flare_ray.errors import ContractViolation
@@ -71,6 +72,18 @@ def write_record(record: Tensor, lanes: Lanes, outcome: Outcome, emission: Emiss
     record[:, METADATA_FIELDS + width :].zero_()
     record[:, METADATA_FIELDS : METADATA_FIELDS + width] = shown
     torch.stack([columns[field] for field in Field], dim=1, out=record[:, :METADATA_FIELDS])
+
+
+def write_idle_record(record: Tensor, planned: Tensor) -> None:
+    """What `write_record` writes when no lane is active.
+
+    Args:
+        record: [B, RECORD_FIELDS] int64, overwritten.
+        planned: [B, lane fields] int64, a round's lane inputs.
+    """
+    record.zero_()
+    record[:, Field.EPOCH] = planned[:, LaneField.EPOCH]
+    record[:, Field.ROUND] = planned[:, LaneField.ROUND]
 
 
 def stamp_checksums(rows: np.ndarray) -> int:
