@@ -83,7 +83,9 @@ class Drain:
 
     def clear(self) -> None:
         """Remove the notice and all reports; idempotent."""
-        for key in (_NOTICE_KEY, *_internal_kv_list(_OPEN_KEY, namespace=self._namespace)):
+        keys: list[str | bytes] = [_NOTICE_KEY]
+        keys += _internal_kv_list(_OPEN_KEY, namespace=self._namespace)
+        for key in keys:
             _internal_kv_del(key, namespace=self._namespace)
 
     def _put(self, key: str, value: bytes) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -172,7 +172,7 @@ def _on_node(
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
     reference = ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(config)
     try:
-        return cast(Result, ray.get(reference, timeout=CHECK_LIMIT_S))
+        return ray.get(reference, timeout=CHECK_LIMIT_S)
     except ray.exceptions.GetTimeoutError as error:
         ray.cancel(reference, force=True)
         raise ConfigError(
