@@ -4,6 +4,7 @@ values.schema.json   from schema.yaml beside this file and the project's typed s
 files/models.yaml    bytes per rank of every preset, by `flare-ray plan`'s own arithmetic
 README.md            from the comments in values.yaml
 dashboards/          from the names of the metrics (dashboard.py)
+docs/operators/capacity.md   from files/models.yaml (capacity.py)
 
 A test compares all of them with what is committed.
 """
@@ -29,6 +30,7 @@ from flare_ray.device.prepare import HEADROOM_RATIO, make_plan, resolve
 from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.recipes.declaration import TensorSpec
+from helm.capacity import capacity_text
 from helm.dashboard import dashboard
 from tests.recipes.glm5_next.published import published_config
 
@@ -52,9 +54,11 @@ def main() -> None:
 
 def outputs() -> dict[Path, str]:
     """Path and text of every generated file."""
+    sizes = models()
     return {
         CHART / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
-        CHART / "files" / "models.yaml": models_text(),
+        CHART / "files" / "models.yaml": models_text(sizes),
+        ROOT / "docs" / "operators" / "capacity.md": capacity_text(sizes),
         CHART / "README.md": readme_text(),
         CHART / "dashboards" / "flare-ray.json": json.dumps(dashboard(), indent=1) + "\n",
     }
@@ -127,14 +131,14 @@ def _without_defaults(node: Any) -> Any:
 # --- files/models.yaml
 
 
-def models_text() -> str:
+def models_text(sizes: dict[str, Any]) -> str:
     """Presets as YAML."""
     head = (
         "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
-        "# weights: target, drafter and their scales; page: 64 tokens; slot: one request's state;\n"
-        "# scratch: a bound.\n"
+        "# weights: target, drafter and their scales; page: 64 tokens; slot: one request's state,\n"
+        "# fixed: state of none; scratch: a bound.\n"
     )
-    return head + yaml.safe_dump(models(), sort_keys=False, width=WIDE_LINES)
+    return head + yaml.safe_dump(sizes, sort_keys=False, width=WIDE_LINES)
 
 
 def models() -> dict[str, Any]:
@@ -204,9 +208,14 @@ def _plan(folder: Path, degree: int, device: str, dtype: str, *, concurrency: in
 
 
 def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
-    """State is affine in slots (one more than requests: the null slot), pages linear."""
+    """State is affine in slots: null slot, publication and the like are its constant part."""
     slot = -(-(larger.state_bytes - small.state_bytes) // (SCRATCH_CONCURRENCY - 1))
-    return {"slot": slot, "page": -(-small.page_bytes // pages), "scratch": larger.scratch_bytes}
+    return {
+        "slot": slot,
+        "fixed": max(0, small.state_bytes - slot),
+        "page": -(-small.page_bytes // pages),
+        "scratch": larger.scratch_bytes,
+    }
 
 
 def _weights(plan: Any, degree: int, dtype: str, kept: Any) -> int:

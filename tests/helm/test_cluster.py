@@ -7,11 +7,17 @@ Kubernetes would have kept from it.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -28,6 +34,7 @@ STORE_BYTES = 100 << 20
 START_LIMIT_S = 180.0
 RECOVERY_LIMIT_S = 180.0
 SCALE_LIMIT_S = 180.0
+DRAIN_SECONDS = 300
 CLIENTS = 3
 TOKENS = 24
 PROMPT = [{"role": "user", "content": "Define principal."}]
@@ -84,6 +91,11 @@ class ThreeNodes:
 
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
+        # A folder of its own, and a short one, since sockets lie in it: another `ray.init` of this
+        # machine would take this cluster for the one to connect to.
+        self.folder = tempfile.mkdtemp(prefix="fr", dir="/tmp")
+        self._before = os.environ.get("RAY_TMPDIR")
+        os.environ["RAY_TMPDIR"] = self.folder
         head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "include_dashboard": False}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.workers = [self.add(), self.add()]
@@ -120,6 +132,16 @@ class ThreeNodes:
             if "#Engine#" in group["name"] and group["state"] == "CREATED"
         }
 
+    def drain(self, node_id: str) -> None:
+        """The command that the guide names, as `kubectl exec` on the head runs it."""
+        command = [
+            *("ray", "drain-node", "--address", self.cluster.address, "--node-id", node_id),
+            *("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"),
+            *("--deadline-remaining-seconds", str(DRAIN_SECONDS)),
+        ]
+        command[0] = str(Path(sys.executable).with_name("ray"))
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+
     def running_engines(self) -> int:
         """Replicas that Serve counts as running."""
         from ray import serve
@@ -142,6 +164,11 @@ class ThreeNodes:
         serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
+        if self._before is None:
+            del os.environ["RAY_TMPDIR"]
+        else:
+            os.environ["RAY_TMPDIR"] = self._before
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -188,3 +215,23 @@ def test_engines_scale_out_and_in_under_load_without_a_failed_request(nodes):
         time.sleep(1.0)
     assert set(load.answers) == {"200"}, load.answers
     print(f"{load.answers['200']} answers, none failed ({machine_load()})")
+
+
+def test_engine_moves_off_a_drained_node_under_load_without_a_failed_request(nodes):
+    """Serve starts the replacement elsewhere first, then lets the old engine end its requests."""
+    while len(nodes.workers) < 2:
+        nodes.workers.append(nodes.add())
+    wait_for(lambda: len(nodes.engines()) == 1, SCALE_LIMIT_S, "one engine")
+    [before] = nodes.engines().values()
+    with Load(nodes.url) as load:
+        wait_for(lambda: load.answers["200"] >= CLIENTS, SCALE_LIMIT_S, "load before draining")
+        nodes.drain(before)
+        took_s = wait_for(
+            lambda: len(nodes.engines()) == 1 and before not in nodes.engines().values(),
+            SCALE_LIMIT_S,
+            "the engine on the other node",
+        )
+        seen = load.answers["200"]
+        wait_for(lambda: load.answers["200"] >= seen + 10, SCALE_LIMIT_S, "load after draining")
+    assert set(load.answers) == {"200"}, load.answers
+    print(f"moved in {took_s:.1f} s, {load.answers['200']} answers, none failed ({machine_load()})")

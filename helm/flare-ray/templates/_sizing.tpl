@@ -68,7 +68,7 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- $pool := $values.engine.page_pool_tokens | default (mul $slots $context) | int64 -}}
 {{- $capacity := ($values.engine.speculation | default dict).token_capacity | default 128 | int64 -}}
 {{- $pageBytes := mul (add (div (add $pool 63) 64) 1) (int64 $plan.page) -}}
-{{- $stateBytes := mul (add $slots 1) (int64 $plan.slot) -}}
+{{- $stateBytes := add (int64 $plan.fixed) (mul $slots (int64 $plan.slot)) -}}
 {{- $scratch := div (mul (int64 $plan.scratch) (max $capacity 128)) 128 -}}
 {{- $rank := add (int64 $weights) $pageBytes $stateBytes $scratch -}}
 

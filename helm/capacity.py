@@ -1,0 +1,95 @@
+"""What fits which GPUs: the tables of docs/operators/capacity.md, from the chart's own sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+GIB = 1 << 30
+GPUS = {"H200 141 GB": 139.0, "H100 80 GB": 79.0}
+"""GiB that a process finds free: measured on the H200, the data sheet's less 1 GiB for the H100."""
+SLOTS = 8
+POOL_TOKENS = 524288
+PAGE_TOKENS = 64
+
+HEAD = """# Capacity
+
+Written by `helm/generate.py` from the sizes by which the chart decides. Bytes are of one rank;
+GiB = 2^30 bytes.
+
+## The sum
+
+```
+rank bytes = weights                               by model, format and ranks
+           + fixed + concurrency x slot            recurrent state, columns, rings, snapshots
+           + (page_pool_tokens / 64 + 1) x page    context of all requests, the same on every rank
+           + scratch                               buffers of the largest program
+usable     = free memory less {headroom} % headroom
+```
+
+Weights and slots shrink with ranks; pages do not. So more ranks buy room for context, and engines
+buy throughput. `flare-ray plan` prints the same sum for a checkpoint, with weights in the type in
+which this version keeps them; `nvfp4` below counts routed experts at 4 bits with their scales, as
+they are published.
+
+## What fits
+
+{slots} requests, {pool:,} tokens of context in all. *Tokens* is the largest `page_pool_tokens` that
+fits beside the same requests; the other columns are GiB.
+"""
+
+TAIL = """
+## How many engines
+
+Measure, then divide; all terms are in the metrics of a running engine:
+
+```
+tokens per second of one engine = lanes x emitted / seconds
+
+lanes    flare_num_requests_running, at most engine.concurrency
+emitted  rate(flare_spec_decode_emitted_tokens_total)
+         / rate(flare_spec_decode_lane_rounds_total)
+seconds  rate(flare_round_seconds_sum) / rate(flare_round_seconds_count)
+
+engines = tokens per second wanted / (0.7 x tokens per second of one engine), rounded up
+```
+
+0.7 leaves room for prompts, whose chunks take turns with rounds, and for the engine that is being
+replaced. Then check latency: a request of n tokens takes about its wait for a slot, plus its
+prompt's chunks, plus n / emitted x seconds. If `flare_request_queue_time_seconds` grows while
+`flare_page_usage_ratio` is low, slots are short (raise `engine.concurrency` or replicas); if the
+ratio is near 1, context is short (raise `page_pool_tokens`, ranks or replicas).
+
+No throughput of GLM-5.3-Flash on GPUs stands here: none has been measured yet.
+"""
+
+
+def capacity_text(models: dict[str, Any]) -> str:
+    """The page."""
+    headroom = models["headroomPercent"]
+    lines = [HEAD.format(headroom=headroom, slots=SLOTS, pool=POOL_TOKENS)]
+    lines += [
+        "| Model | Format | GPU | Ranks | Weights | State | Pages | Sum | Usable | Tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, preset in models["presets"].items():
+        if preset["device"] == "cuda":
+            lines += _rows(name, preset, headroom)
+    return "\n".join(lines) + "\n" + TAIL
+
+
+def _rows(name: str, preset: dict[str, Any], headroom: int) -> Iterator[str]:
+    formats = preset["ranks"]["1"]["weights"]
+    for format_name in formats:
+        for gpu, free_gib in GPUS.items():
+            usable = int(free_gib * GIB) * (100 - headroom) // 100
+            for ranks, plan in preset["ranks"].items():
+                weights = plan["weights"][format_name]
+                state = plan["fixed"] + SLOTS * plan["slot"]
+                pages = (POOL_TOKENS // PAGE_TOKENS + 1) * plan["page"]
+                total = weights + state + pages + plan["scratch"]
+                left = usable - weights - state - plan["scratch"]
+                tokens = (left // plan["page"] - 1) * PAGE_TOKENS
+                fits = f"{tokens:,}" if total <= usable else "**does not fit**"
+                cells = [f"{part / GIB:.1f}" for part in (weights, state, pages, total, usable)]
+                yield f"| {' | '.join((name, format_name, gpu, ranks, *cells, fits))} |"
