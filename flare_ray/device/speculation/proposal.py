@@ -1,7 +1,7 @@
 """Draft tokens, the distribution each was drawn from, and copy tokens put in their place
 (contract: S1, H2).
 
-q is kept for every draft: temperature-only softmax of the drafter's logits where it proposed, a
+q is kept for every draft: `draft_probs` of the drafter's logits where it proposed, a
 point mass where a copy token took the place. The drafter gets the substituted token back, so its
 next proposal continues the candidate prefix that is really verified.
 """
