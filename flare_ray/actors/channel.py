@@ -21,10 +21,10 @@ import msgspec
 from flare_ray.actors.listener import RankLink
 from flare_ray.actors.merge import RoundMerger
 from flare_ray.actors.wire import (
-    MAX_MESSAGE_BYTES,
     SEND_BUFFER_BYTES,
     decode_reply,
     encode_plan,
+    max_reply_bytes,
 )
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.controller.ports import RoundResult
@@ -63,7 +63,7 @@ class SocketChannel:
         self._merger = RoundMerger(len(links))
         self._by_fd = {link.sock.fileno(): link for link in links}
         # One byte more than the limit shows an oversized message, which the kernel would cut.
-        self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
+        self._buffer = bytearray(max_reply_bytes() + 1)
         self._view = memoryview(self._buffer)
         self._failure: RankFailure | None = None
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -157,8 +157,8 @@ class SocketChannel:
             size = 0
         if size == 0:
             return self._gone(link)
-        if size > MAX_MESSAGE_BYTES:
-            cause = f"sent a reply of more than {MAX_MESSAGE_BYTES} bytes"
+        if size > max_reply_bytes():
+            cause = f"sent a reply of more than {max_reply_bytes()} bytes"
             return _Sign(self._failure_of(link, cause), died=False)
         try:
             self._merger.add(link.rank, decode_reply(self._view[:size]))

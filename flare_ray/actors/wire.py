@@ -24,8 +24,12 @@ from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.errors import ConfigError, ContractViolation
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Largest plan or reply (design/architecture.md section 1). Larger data, such as grammar masks,
-travels in a shared-memory block that the plan names."""
+"""Largest plan (design/architecture.md section 1). Larger data, such as grammar masks, travels in a
+shared-memory block that the plan names."""
+
+REPLY_MESSAGES = 2
+"""A reply may be this many times as large: 256 tokens with 20 log-probabilities each are 42 KiB
+beside the record."""
 
 SEND_BUFFER_BYTES = 8 * MAX_MESSAGE_BYTES
 """Kernel buffer asked for at each end. Two queued plans of the largest size must fit beside the
@@ -75,15 +79,21 @@ def encode_plan(plan: RoundPlan) -> bytes:
 def encode_reply(reply: RoundReply) -> bytes:
     """Bytes of one reply; an oversized one becomes an error reply, since the rank cannot raise."""
     message = _encode(reply)
-    if len(message) <= MAX_MESSAGE_BYTES:
+    limit = max_reply_bytes()
+    if len(message) <= limit:
         return message
     return _encode(
         error_reply(
             reply.rank,
             reply.round_id,
-            f"the reply is {len(message)} bytes, at most {MAX_MESSAGE_BYTES}: lower concurrency",
+            f"the reply is {len(message)} bytes, at most {limit}: lower concurrency",
         )
     )
+
+
+def max_reply_bytes() -> int:
+    """Largest reply."""
+    return REPLY_MESSAGES * MAX_MESSAGE_BYTES
 
 
 def encode_hello(hello: RankHello) -> bytes:
@@ -171,6 +181,7 @@ def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan
                 presence=0.5,
                 frequency=0.5,
                 rules=(LogitRule(token, 0.5),) * (0 if lane else MAX_LOGIT_RULES),
+                seen=b"" if lane else bytes(manifest.vocab_size // 8 + 1),
                 bad_words=((token,) * MAX_BAD_WORD_TOKENS,) * (0 if lane else MAX_BAD_WORDS),
             )
             for lane in lanes

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import msgspec
 
+from flare_ray.contracts.record import TokenScore
+
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """The request holds a slot or a place in the queue that it will not lose: the response may
@@ -24,12 +26,14 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
     Attributes:
         tokens: visible token ids, in order; tokens that might still begin a stop string are held
             back.
+        scores: one per token where the request asked for log-probabilities, else empty.
         trim_bytes: bytes to drop from the end of the *last* token's text (a stop ended inside it).
     """
 
     request_id: str
     tokens: tuple[int, ...]
     trim_bytes: int = 0
+    scores: tuple[TokenScore, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):

@@ -20,6 +20,8 @@ MAX_BAD_WORDS = 128
 """Banned token sequences one slot may hold."""
 MAX_BAD_WORD_TOKENS = 8
 """Longest banned sequence."""
+MAX_TOP_LOGPROBS = 20
+"""Most probable tokens reported beside each generated one; OpenAI's own bound."""
 ALWAYS = 1 << 62
 """A position no row has: a rule that never lapses."""
 
@@ -55,6 +57,10 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
         rules: logit bias and bans, at most MAX_LOGIT_RULES.
         bad_words: sequences whose last token is banned where the generated tokens end in the
             others; at most MAX_BAD_WORDS of 1 .. MAX_BAD_WORD_TOKENS tokens.
+        top_logprobs: alternatives whose log-probabilities are reported with every generated token,
+            at most MAX_TOP_LOGPROBS; -1 = none are reported (contract: K4).
+        seen: bit t % 8 of byte t // 8 set = token t occurs in the part of the prompt that a restore
+            brings; needed under repetition != 1, since no program consumes that part.
         generated_from: position from which prefilled tokens count as generated (resume after
             preemption); ALWAYS = all of them are prompt.
     """
@@ -74,6 +80,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     frequency: float = 0.0
     rules: tuple[LogitRule, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: int = -1
+    seen: bytes = b""
     generated_from: int = ALWAYS
 
     @property

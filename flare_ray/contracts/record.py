@@ -8,6 +8,7 @@ the checksum over the whole frame.
 from __future__ import annotations
 
 import enum
+import struct
 
 import msgspec
 
@@ -65,7 +66,8 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
     """One lane's completion, unpacked. `tokens` holds exactly `emitted` ids.
 
     consumed, generated and budget_left are values *after* the round; drafted, offered, accepted,
-    emitted belong to it. `copy_bits` bit k = draft k was a copy; `draft_position` = pairs in the
+    emitted belong to it. `scores` holds their log-probabilities where the request asked for them
+    (`unpack_scores`). `copy_bits` bit k = draft k was a copy; `draft_position` = pairs in the
     drafter's cache.
     """
 
@@ -86,6 +88,20 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
     flags: int
     checksum: int
     tokens: tuple[int, ...]
+    scores: bytes = b""
+
+
+class TokenScore(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one generated token under the model's own distribution: before penalties,
+    rules, masks, temperature and filters (contract: K4).
+
+    Attributes:
+        top_ids / top_logprobs: the most probable tokens, best first, ties to the lowest id.
+    """
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 class RoundReply(msgspec.Struct, frozen=True, array_like=True):
@@ -96,6 +112,8 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True):
         checksum: over every lane's accepted counts, tokens and offsets; equal on all ranks or the
             engine stops (S6).
         elapsed_ns: device program time of this round (host clock around the program on CPU).
+        scores: rank 0: packed `TokenScore`s per lane in plan order, b"" where none were asked for;
+            empty where no lane asked.
         error: "" or the rank's own failure text; a reply with an error is its last.
     """
 
@@ -105,13 +123,26 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True):
     elapsed_ns: int
     rows: tuple[int, ...] = ()
     error: str = ""
+    scores: tuple[bytes, ...] = ()
 
 
-def unpack_rows(rows: tuple[int, ...]) -> tuple[LaneRecord, ...]:
+def unpack_rows(rows: tuple[int, ...], scores: tuple[bytes, ...] = ()) -> tuple[LaneRecord, ...]:
     """Split the flat rows of a reply into lane records."""
     records = []
-    for start in range(0, len(rows), RECORD_FIELDS):
+    for lane, start in enumerate(range(0, len(rows), RECORD_FIELDS)):
         first = start + METADATA_FIELDS
         tokens = rows[first : first + rows[start + Field.EMITTED]]
-        records.append(msgspec.convert((*rows[start:first], tokens), LaneRecord))
+        own = scores[lane] if scores else b""
+        records.append(msgspec.convert((*rows[start:first], tokens, own), LaneRecord))
     return tuple(records)
+
+
+def unpack_scores(scores: bytes, tokens: int) -> tuple[TokenScore, ...]:
+    """Scores of `tokens` >= 1 tokens: per token 4-byte words, little-endian: its log-probability,
+    n ids, n log-probabilities."""
+    words = len(scores) // 4 // tokens
+    top = (words - 1) // 2
+    layout = struct.Struct(f"<f{top}i{top}f")
+    return tuple(
+        TokenScore(row[0], row[1 : 1 + top], row[1 + top :]) for row in layout.iter_unpack(scores)
+    )

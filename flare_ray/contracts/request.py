@@ -71,6 +71,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         include_stop: whether the matched stop bytes stay visible.
         stop_token_ids: host-visible stop tokens; hidden from the output like an EOS.
         ignore_eos: the checkpoint's EOS set does not end this request.
+        top_logprobs: alternatives reported with every token's log-probability; -1 = neither.
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
             consumer.
         priority: lower runs earlier; arrival order among equals.
@@ -86,6 +87,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_logprobs: int = -1
     reply_to: str = ""
     priority: int = 0
     deadline_s: float = 0.0

@@ -30,7 +30,7 @@ from flare_ray.controller.catalog import ServedCatalog
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
-from flare_ray.controller.sampling import logit_rules
+from flare_ray.controller.sampling import logit_rules, seen_bits
 from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
 
 PROGRAM_OVERHEAD_ROWS = 32
@@ -130,7 +130,8 @@ class Planner:
     ) -> tuple[RoundPlan, tuple[LiveRequest, ...], tuple[Capture, ...]]:
         prompts.sort(key=lambda live: live.last_chunk_round)
         shape = self._prefill_shape(prompts)
-        chosen = _within_message(prompts[: shape.batch_capacity])
+        vocab_bytes = self._admission.limits.vocab_size // 8 + 1
+        chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
         work = _Chunks()
         for index, live in enumerate(chosen):
             self._plan_chunk(live, index, shape, work)
@@ -214,7 +215,16 @@ class Planner:
             frequency=sampling.frequency_penalty,
             rules=logit_rules(request, self._eos_ids),
             bad_words=sampling.bad_words,
+            top_logprobs=request.top_logprobs,
+            seen=self._seen(live),
         )
+
+    def _seen(self, live: LiveRequest) -> bytes:
+        """What a repetition penalty must know of the prompt tokens that a restore brings."""
+        if not live.planned_tokens or live.request.sampling.repetition_penalty == 1.0:
+            return b""
+        restored = live.request.prompt_tokens[: live.planned_tokens]
+        return seen_bits(restored, self._admission.limits.vocab_size)
 
     # Rounds.
 
@@ -270,11 +280,13 @@ class Planner:
             live.granted_pages = pages
 
 
-def _within_message(prompts: list[LiveRequest]) -> tuple[LiveRequest, ...]:
+def _within_message(prompts: list[LiveRequest], vocab_bytes: int) -> tuple[LiveRequest, ...]:
     """Those whose hand-overs fit one plan, the first one always; the others wait a turn."""
     chosen, total = [], 0
     for live in prompts:
-        needed = 0 if live.planned_tokens else _rule_bytes(live.request)
+        needed = 0 if live.started else _rule_bytes(live.request)
+        if not live.started and live.planned_tokens:
+            needed += vocab_bytes * (live.request.sampling.repetition_penalty != 1.0)
         if not needed or not total or total + needed <= PLAN_RULE_BYTES:
             total += needed
             chosen.append(live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flare_ray.contracts.messages import Failed
-from flare_ray.contracts.record import Flag, LaneRecord, Status
+from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
@@ -91,6 +91,8 @@ class Harvester:
         live.drafts_accepted += record.accepted
         if not record.tokens:
             return None
+        if live.request.top_logprobs >= 0:
+            live.scores.extend(unpack_scores(record.scores, len(record.tokens)))
         before = live.stops.generated_tokens
         visible = live.stops.push(record.tokens)
         live.chain.tokens.extend(record.tokens)

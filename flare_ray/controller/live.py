@@ -6,6 +6,7 @@ import enum
 from collections import deque
 from dataclasses import dataclass, field
 
+from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.paging.prefix import Snapshot, TokenChain
 from flare_ray.controller.stops import OutputStops
@@ -44,6 +45,7 @@ class LiveRequest:
             consume: ceiling + 1, or 0 for a prefill chunk (its tokens are in planned_tokens).
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
         emitted: some output has been made visible.
+        scores: of generated tokens that are not visible yet, where the request asked for them.
     """
 
     request: GenerationRequest
@@ -71,6 +73,7 @@ class LiveRequest:
     first_token_ns: int = 0
     last_delivery_ns: int = 0
     emitted: bool = False
+    scores: deque[TokenScore] = field(default_factory=deque)
 
     @property
     def prompt_left(self) -> int:

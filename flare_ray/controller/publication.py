@@ -55,7 +55,9 @@ class Publisher:
         """New output, if any is visible."""
         if not visible.tokens:
             return
-        delta = Delta(live.request.request_id, visible.tokens, visible.trim_bytes)
+        # Tokens become visible in the order in which they were generated.
+        scores = tuple(live.scores.popleft() for _ in visible.tokens) if live.scores else ()
+        delta = Delta(live.request.request_id, visible.tokens, visible.trim_bytes, scores)
         self._add(live, delta)
         if live.emitted:
             self._inter_token.observe((now_ns - live.last_delivery_ns) / _NS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -140,6 +141,14 @@ def logit_rules(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[L
         enders = set(request.stop_token_ids).union(() if request.ignore_eos else eos_ids)
         rules += [LogitRule(token, -math.inf, before) for token in sorted(enders)]
     return tuple(rules)
+
+
+def seen_bits(tokens: Sequence[int], vocab_size: int) -> bytes:
+    """One bit per token id, set for those among `tokens`; as `SlotInit.seen`."""
+    bits = bytearray((vocab_size + 7) // 8)
+    for token in set(tokens):
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
 
 
 def _penalty(param: str, value: float) -> float:

@@ -16,9 +16,11 @@ import torch
 
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan
-from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.record import Field, RoundReply
 from flare_ray.device.graphs.eager import EagerBackend
+from flare_ray.device.graphs.program import Program
 from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.sampling.scores import FIRST_ID, FIRST_LOGPROB
 from flare_ray.device.speculation.inputs import FilterBounds, LaneBounds
 from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
@@ -122,6 +124,7 @@ class RankExecutor:
             elapsed = time.perf_counter_ns() - started
             checksum = stamp_checksums(rows)
             values = rows.tolist()
+            scores = self._scores(plan, program, values)
             self._frames.release(frame)
         self._ledger.complete(plan, values)
         return RoundReply(
@@ -130,6 +133,7 @@ class RankExecutor:
             checksum=checksum,
             elapsed_ns=elapsed,
             rows=tuple(v for row in values for v in row) if self._rank == 0 else (),
+            scores=scores,
         )
 
     def check_integrity(self) -> None:
@@ -161,6 +165,24 @@ class RankExecutor:
                 f"for a vocabulary of {self.manifest.vocab_size}"
             )
 
+    def _scores(
+        self, plan: RoundPlan, program: Program, rows: list[list[int]]
+    ) -> tuple[bytes, ...]:
+        """Packed scores of the lanes that asked for them, on rank 0."""
+        lanes = lanes_of(plan)
+        asked = [self._ledger.view(lane.slot).top_logprobs for lane in lanes]
+        if self._rank or max(asked) < 0:
+            return ()
+        words = program.scores[: len(lanes)].cpu().numpy().astype("<i4", copy=False)
+        packed = []
+        for lane, (top, row) in enumerate(zip(asked, rows, strict=True)):
+            top = min(top, self.manifest.vocab_size)
+            own = words[lane, : row[Field.EMITTED]]
+            ids, logprobs = own[:, FIRST_ID:], own[:, FIRST_LOGPROB:]
+            parts = (own[:, :1], ids[:, :top], logprobs[:, :top])
+            packed.append(np.concatenate(parts, axis=1).tobytes() if top >= 0 else b"")
+        return tuple(packed)
+
     def _bounds(self, plan: RoundPlan) -> LaneBounds:
         """What the lanes' slots hold now; stale lanes are counted too, they run padded."""
         views = [self._ledger.view(lane.slot) for lane in lanes_of(plan)]
@@ -172,5 +194,6 @@ class RankExecutor:
             any_penalty=any(view.penalised for view in views),
             max_rules=max(view.num_rules for view in views),
             max_bad_words=max(view.num_bad_words for view in views),
+            max_top_logprobs=max(view.top_logprobs for view in views),
         )
         return LaneBounds(filters, self._ledger.context_pages(plan), may_publish(plan, views))

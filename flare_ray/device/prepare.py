@@ -126,9 +126,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     shapes = catalog_shapes(options)
     families: tuple[Family, ...] = ("target", "drafter") if options.speculative else ("target",)
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
-    limits, row_bytes = _state_limits(
-        config, spec, options, vocab_size=geometry.vocab_size
-    )
+    limits, row_bytes = _state_limits(config, spec, options, vocab_size=geometry.vocab_size)
     page_bytes, rest_bytes = state_bytes(spec, limits)
     generation = _read_object(folder / GENERATION_FILE, required=False)
     manifest = PreparedManifest(

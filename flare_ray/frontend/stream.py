@@ -96,7 +96,12 @@ def merge_deltas(items: list[RequestItem]) -> list[RequestItem]:
     for item in items:
         last = merged[-1] if merged else None
         if isinstance(item, Delta) and isinstance(last, Delta) and last.trim_bytes == 0:
-            merged[-1] = Delta(last.request_id, last.tokens + item.tokens, item.trim_bytes)
+            merged[-1] = Delta(
+                last.request_id,
+                last.tokens + item.tokens,
+                item.trim_bytes,
+                last.scores + item.scores,
+            )
         else:
             merged.append(item)
     return merged

@@ -9,16 +9,27 @@ import itertools
 import math
 from dataclasses import replace
 
+import msgspec
 import pytest
 
-from flare_ray.contracts.plan import ALWAYS, LanePlan, LogitRule, PrefillLane, RoundPlan
+from flare_ray.contracts.plan import (
+    ALWAYS,
+    LanePlan,
+    LogitRule,
+    PrefillLane,
+    RoundPlan,
+    SlotRestore,
+    SnapshotSave,
+)
 from flare_ray.contracts.shapes import GraphKind
+from flare_ray.controller.sampling import seen_bits
 from flare_ray.device.sampling import penalties as penalties_module
 from flare_ray.device.speculation import round as round_module
 from flare_ray.device.state.logits import LogitState
+from flare_ray.errors import ContractViolation
 from tests.support.exact_sampling import filtered, greedy_text, next_logits, p_value
 from tests.support.scripted.geometry import Script
-from tests.support.scripted.harness import Driver, Sampling, Setup, scripted_rank
+from tests.support.scripted.harness import Driver, Request, Sampling, Setup, scripted_rank
 
 PROMPT = (3, 1, 3)
 LANES = 8
@@ -122,6 +133,43 @@ def test_resumed_request_goes_on_as_if_it_had_never_stopped(feature, after):
     while not opened.ended:
         driver.round([opened], 4)
     assert opened.tokens == expected[after:]
+
+
+PREFIX = (3, 1, 3, 9, 11)
+
+
+def restored(sampling: Sampling, seen: bytes) -> Request:
+    """PREFIX is captured from one request and restored into another, which goes on with (2,)."""
+    driver = Driver(scripted_rank(GREEDY, Setup(snapshot_rows=2)))
+    first, init, grant = driver.open(PREFIX, 0)
+    shape = driver.shape(GraphKind.PREFILL, 1, 0, True)
+    lane = PrefillLane(0, first.epoch, 0, PREFIX, True)
+    kept = SnapshotSave(0, first.epoch, len(PREFIX), 1, True)
+    number = driver.round_ids
+    driver.submit(
+        RoundPlan(next(number), shape, (init,), (grant,), (), (lane,), 1, captures=(kept,))
+    )
+    second, init, grant = driver.open((*PREFIX, 2), 1, budget=30, sampling=sampling)
+    init = msgspec.structs.replace(init, seen=seen)
+    lane = PrefillLane(1, second.epoch, len(PREFIX), (2,), True)
+    move = SlotRestore(1, second.epoch, 1, len(PREFIX), first.pages[0], second.pages[0])
+    plan = RoundPlan(next(number), shape, (init,), (grant,), (), (lane,), 1, restores=(move,))
+    driver._note([second], driver.submit(plan))
+    while not second.ended:
+        driver.round([second], 4)
+    return second
+
+
+@pytest.mark.parametrize("feature", ["all", "repetition", "presence"])
+def test_restored_prefix_is_penalised_as_if_it_had_been_consumed(feature):
+    sampling = Sampling(**FEATURES[feature])
+    request = restored(sampling, seen_bits(PREFIX, GREEDY.vocab_size))
+    assert request.tokens == greedy_text(GREEDY, sampling, request.prompt, 30)
+
+
+def test_restore_that_hides_the_prompt_from_a_repetition_penalty_is_refused():
+    with pytest.raises(ContractViolation, match="seen"):
+        restored(Sampling(repetition=1.3), b"")
 
 
 # Controls: the same statistic must catch each of these.

@@ -82,7 +82,14 @@ def test_planned_bytes_are_those_allocated(checkpoint, families):
     arena = rank.backend.arena
     allocated = sum(
         t.nbytes
-        for t in (arena.lanes.tensor, arena.masks.tensor, arena.q, arena.record, arena.positions)
+        for t in (
+            arena.lanes.tensor,
+            arena.masks.tensor,
+            arena.q,
+            arena.record,
+            arena.positions,
+            arena.scores,
+        )
     )
     frames = sum(frame.nbytes for frame in rank._frames._frames)
     assert allocated + frames == budget.scratch_bytes

@@ -11,6 +11,7 @@ Time is real, or virtual with a `VirtualClock`: then `receive` moves the clock i
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections import deque
@@ -47,6 +48,15 @@ AcceptTable = Callable[[tuple[int, ...], int, int], bool]
 
 class PlanBreach(AssertionError):
     """A plan asked for something that would corrupt a device."""
+
+
+def packed_scores(tokens: Sequence[int], top: int) -> bytes:
+    """Scores as a rank sends them: token t has log-probability -t / 8, alternatives t + 1, ..."""
+    words = []
+    for token in tokens if top >= 0 else ():
+        ids = [token + place for place in range(1, top + 1)]
+        words.append(struct.pack(f"<f{top}i{top}f", -token / 8, *ids, *(-i / 8 for i in ids)))
+    return b"".join(words)
 
 
 class VirtualClock:
@@ -394,6 +404,7 @@ class FakeChannel:
             flags=int(outcome.flags),
             checksum=0,
             tokens=outcome.tokens,
+            scores=packed_scores(outcome.tokens, slot.init.top_logprobs),
         )
 
     def _dead(self, plan: RoundPlan, index: int) -> LaneRecord:

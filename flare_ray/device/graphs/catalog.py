@@ -18,6 +18,7 @@ from flare_ray.contracts.shapes import (
     speculative_shapes,
 )
 from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.sampling.scores import SCORE_WORDS
 from flare_ray.device.speculation.inputs import ChunkField, LaneField
 from flare_ray.device.speculation.record import NUM_FRAMES
 
@@ -85,6 +86,7 @@ class ScratchSizes:
         q: float32 proposal probabilities.
         record: int64 record fields, on the device and in each frame.
         positions: int64 constants 0, 1, 2, ...
+        scores: int32 words of log-probabilities.
     """
 
     lanes: int
@@ -92,18 +94,19 @@ class ScratchSizes:
     q: int
     record: int
     positions: int
+    scores: int
 
     @property
     def num_bytes(self) -> int:
         """Exact bytes, frames included."""
         return 8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions) + 4 * (
-            self.masks + self.q
+            self.masks + self.q + self.scores
         )
 
 
 def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes:
     """Smallest arenas that hold every shape."""
-    lanes = masks = q = record = positions = 0
+    lanes = masks = q = record = positions = scores = 0
     words = mask_words(vocab_size)
     for shape in shapes:
         batch = shape.batch_capacity
@@ -114,7 +117,8 @@ def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes
         q = max(q, batch * shape.draft_tokens * vocab_size)
         record = max(record, batch * RECORD_FIELDS)
         positions = max(positions, shape.token_capacity if prefill else shape.verify_width)
-    return ScratchSizes(lanes, masks, q, record, positions)
+        scores = max(scores, batch * rows * SCORE_WORDS)
+    return ScratchSizes(lanes, masks, q, record, positions, scores)
 
 
 def lane_input_shape(shape: GraphShape) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.device.graphs.catalog import lane_input_shape, scratch_sizes, shape_problem
 from flare_ray.device.graphs.program import Program
 from flare_ray.device.sampling.masks import mask_words
+from flare_ray.device.sampling.scores import SCORE_WORDS
 from flare_ray.device.speculation.inputs import (
     FilterBounds,
     HostFacts,
@@ -44,6 +45,7 @@ ALL_FILTERS = FilterBounds(
     any_penalty=True,
     max_rules=1,
     max_bad_words=1,
+    max_top_logprobs=1,
 )
 
 
@@ -60,10 +62,16 @@ class Arena:
         self.q = torch.zeros(self.sizes.q, dtype=torch.float32, device=device)
         self.record = torch.zeros(self.sizes.record, dtype=torch.int64, device=device)
         self.positions = torch.arange(self.sizes.positions, device=device)
+        self.scores = torch.zeros(self.sizes.scores, dtype=torch.int32, device=device)
 
     def record_rows(self, batch: int) -> Tensor:
         """[batch, RECORD_FIELDS] int64."""
         return self.record[: batch * RECORD_FIELDS].view(batch, RECORD_FIELDS)
+
+    def score_rows(self, shape: GraphShape, rows: int) -> Tensor:
+        """[B, rows, SCORE_WORDS] int32."""
+        size = (shape.batch_capacity, rows, SCORE_WORDS)
+        return self.scores[: size[0] * size[1] * size[2]].view(size)
 
     def q_rows(self, shape: GraphShape) -> Tensor:
         """[B, D, V] float32."""
@@ -81,6 +89,7 @@ class Arena:
             self.record.fill_(-(2**40))
             self.masks.tensor.fill_(0x5A5A5A5A)
             self.lanes.tensor.fill_(2**40)
+            self.scores.fill_(0x5A5A5A5A)
 
 
 class EagerRound:
@@ -97,7 +106,8 @@ class EagerRound:
             request.null_slot,
         )
         positions = arena.positions[: shape.verify_width].unsqueeze(0)
-        self._scratch = RoundScratch(arena.q_rows(shape), self.record, positions)
+        self.scores = arena.score_rows(shape, shape.verify_width)
+        self._scratch = RoundScratch(arena.q_rows(shape), self.record, positions, self.scores)
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
 
@@ -161,7 +171,8 @@ class EagerPrefill:
             request.null_slot,
         )
         positions = arena.positions[: shape.token_capacity].unsqueeze(0)
-        self._scratch = PrefillScratch(self.record, positions)
+        self.scores = arena.score_rows(shape, 1)
+        self._scratch = PrefillScratch(self.record, positions, self.scores)
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
 

@@ -18,10 +18,13 @@ class Program(Protocol):
     Attributes:
         shape: what it was prepared for.
         record: [B, RECORD_FIELDS] int64, its output, a static buffer.
+        scores: [B, W, SCORE_WORDS] int32, its second output (W = 1 for a prefill); written where a
+            lane asks for log-probabilities.
     """
 
     shape: GraphShape
     record: Tensor
+    scores: Tensor
 
     def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """Copy a checked plan into the static inputs: one copy per buffer.

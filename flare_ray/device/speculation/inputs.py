@@ -89,6 +89,7 @@ class FilterBounds:
     any_penalty: bool = False
     max_rules: int = 0
     max_bad_words: int = 0
+    max_top_logprobs: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from torch import Tensor
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphShape
 from flare_ray.device.sampling.philox import uniforms
+from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
     MaskRows,
     healthy_lanes,
@@ -49,20 +50,23 @@ from flare_ray.rng import OFFSET_STRIDE, RngDomain
 
 @dataclass(slots=True)
 class PrefillScratch:
-    """record: [B, RECORD_FIELDS] int64 output; positions: [1, T] int64, 0 .. T - 1, constant."""
+    """record: [B, RECORD_FIELDS] int64 output; positions: [1, T] int64, 0 .. T - 1, constant;
+    scores: [B, 1, SCORE_WORDS] int32 output."""
 
     record: Tensor
     positions: Tensor
+    scores: Tensor
 
 
 @dataclass(slots=True)
 class FirstToken:
     """Stage 3's result.
 
-    token: [B] int64 pending from now on; sampled, healthy: [B] bool.
+    token: [B] int64 pending from now on; final (the prompt has ended), sampled, healthy: [B] bool.
     """
 
     token: Tensor
+    final: Tensor
     sampled: Tensor
     healthy: Tensor
 
@@ -141,7 +145,9 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     given = planned[:, ChunkField.PENDING]
     final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
     if not facts.sampled:
-        return FirstToken(given.clamp(min=0), torch.zeros_like(final), torch.ones_like(final))
+        return FirstToken(
+            given.clamp(min=0), final, torch.zeros_like(final), torch.ones_like(final)
+        )
     masks = None
     if facts.masked:
         masks = MaskRows(inputs.masks, planned[:, ChunkField.MASKED] > 0)
@@ -155,7 +161,16 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     token = torch.where(
         sampled, sample_rows(logits, params=lanes.params, draws=draws), given.clamp(min=0)
     )
-    return FirstToken(token, sampled, healthy)
+    return FirstToken(token, final, sampled, healthy)
+
+
+def _account(model: Model, scratch: PrefillScratch, chunk: _Chunk, first: FirstToken) -> None:
+    """Scores of the token that became pending, and its place among the counts."""
+    filters, token = chunk.facts.filters, first.token.unsqueeze(1)
+    if filters.max_top_logprobs >= 0:
+        write_scores(chunk.output.logits, token, filters.max_top_logprobs, scratch.scores)
+    pending = (first.final & first.healthy).to(torch.int64)
+    count_emitted(chunk.rows, token, pending, model.store.request, filters)
 
 
 def _finish(
@@ -167,8 +182,7 @@ def _finish(
 ) -> None:
     """Stage 4."""
     chunk, first = done
-    planned, lanes, rows = inputs.lanes, chunk.lanes, chunk.rows
-    final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
+    planned, lanes, rows, final = inputs.lanes, chunk.lanes, chunk.rows, first.final
     emitted = (first.sampled & first.healthy).to(torch.int64)
     is_eos = (first.token.unsqueeze(1) == lanes.eos_ids).any(1)
     outcome = advance(
@@ -186,8 +200,7 @@ def _finish(
         keeps_pairs=shape.speculation,
     )
     store = model.store
-    pending = (final & first.healthy).to(torch.int64)
-    count_emitted(rows, first.token.unsqueeze(1), pending, store.request, chunk.facts.filters)
+    _account(model, scratch, chunk, first)
     model.target.commit(rows, rows.lengths, store.groups)
     last = (rows.lengths - 1).clamp_(min=0)
     save_sampling(store, lanes.slots, row_at(chunk.output.sampling, last))

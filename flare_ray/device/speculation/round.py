@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphShape
+from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
     MaskRows,
     Verdict,
@@ -70,11 +71,13 @@ class RoundScratch:
         q: [B, D, V] float32.
         record: [B, RECORD_FIELDS] int64, the program's output.
         positions: [1, W] int64, 0 .. W - 1, constant.
+        scores: [B, W, SCORE_WORDS] int32, output where a lane asks for log-probabilities.
     """
 
     q: Tensor
     record: Tensor
     positions: Tensor
+    scores: Tensor
 
 
 @dataclass(slots=True)
@@ -101,6 +104,9 @@ def run_round(
     work = _Verification(rows, candidates, lanes, draws, facts)
     verdict = _accept(model, output, inputs, scratch, work)
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
+    if facts.filters.max_top_logprobs >= 0:
+        top = facts.filters.max_top_logprobs
+        write_scores(output.logits, verdict.tokens, top, scratch.scores)
     count_emitted(rows, verdict.tokens, emitted, model.store.request, facts.filters)
     if facts.publishes:
         publish_boundary(model.store, lanes, rows, output, emitted)

@@ -17,6 +17,7 @@ from flare_ray.contracts.plan import (
     MAX_BAD_WORDS,
     MAX_EOS_IDS,
     MAX_LOGIT_RULES,
+    MAX_TOP_LOGPROBS,
     LanePlan,
     PageGrant,
     PrefillLane,
@@ -52,6 +53,7 @@ class SlotView:
     penalised: bool = False
     num_rules: int = 0
     num_bad_words: int = 0
+    top_logprobs: int = -1
     pages: int = 0
     consumed: int = 0
     published: int = 0
@@ -150,7 +152,10 @@ class SlotLedger:
         for init in plan.inits:
             yield from self._init_problems(init)
             ahead[init.slot] = _fresh(init)
+        blind = {i.slot for i in plan.inits if i.repetition != 1.0 and not i.seen}
         for restore in plan.restores:
+            if restore.slot in blind:
+                yield f"slot {restore.slot}: restored under a repetition penalty without `seen`"
             ahead[restore.slot].consumed = restore.consumed
         for grant in plan.grants:
             yield from self._grant_problems(grant, ahead)
@@ -308,6 +313,7 @@ def _fresh(init: SlotInit) -> SlotView:
         penalised=init.penalised,
         num_rules=len(init.rules),
         num_bad_words=len(init.bad_words),
+        top_logprobs=init.top_logprobs,
         budget=init.budget,
         ended=False,
     )
@@ -321,6 +327,8 @@ def _logit_problems(init: SlotInit, vocabulary: int) -> Iterator[str]:
         yield f"{name}: {len(init.rules)} logit rules, the device holds {MAX_LOGIT_RULES}"
     if not all(0 <= rule.token < vocabulary and rule.addend < math.inf for rule in init.rules):
         yield f"{name}: a logit rule's token or addend is out of range"
+    if not -1 <= init.top_logprobs <= MAX_TOP_LOGPROBS:
+        yield f"{name}: {init.top_logprobs} top log-probabilities, at most {MAX_TOP_LOGPROBS}"
     if len(init.bad_words) > MAX_BAD_WORDS:
         yield f"{name}: {len(init.bad_words)} bad words, the device holds {MAX_BAD_WORDS}"
     for word in init.bad_words:

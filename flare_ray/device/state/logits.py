@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,10 @@ class LogitState:
         self.generated_from[slot] = init.generated_from
         if init.penalised:
             self.counts[slot].zero_()
+            if init.seen:
+                seen = np.frombuffer(init.seen, np.uint8)
+                bits = np.unpackbits(seen, count=self.counts.shape[1], bitorder="little")
+                self.counts[slot] = torch.from_numpy(bits.astype(np.int32) * IN_PROMPT)
         if init.rules:
             rows = torch.zeros(self.rules.shape[1:], dtype=torch.int64)
             used = len(init.rules)

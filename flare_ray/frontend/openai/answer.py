@@ -20,6 +20,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.frontend.client import RequestStream, StreamEvent
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.errors import ErrorBody, failed_detail
+from flare_ray.frontend.openai.logprobs import ScoredTokens
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.openai.responses import (
     DONE_FRAME,
@@ -57,16 +58,22 @@ class Choice(Protocol):
 class TextChoiceBuilder:
     """A choice of /v1/completions: plain text, tags of the chat format included."""
 
-    def __init__(self, index: int, detokenizer: IncrementalDetokenizer) -> None:
+    def __init__(
+        self, index: int, detokenizer: IncrementalDetokenizer, scored: ScoredTokens
+    ) -> None:
         self._index = index
         self._detokenizer = detokenizer
+        self._scored = scored
         self._pieces: list[str] = []
 
     def add(self, delta: Delta) -> list[TextChoice]:
         """See `Choice.add`."""
+        self._scored.add(delta)
         text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
         self._pieces.append(text)
-        return [TextChoice(index=self._index, text=text)] if text else []
+        if not text:
+            return []
+        return [TextChoice(index=self._index, text=text, logprobs=self._scored.text())]
 
     def end(self, finished: Finished) -> list[TextChoice]:
         """See `Choice.end`."""
@@ -76,6 +83,7 @@ class TextChoiceBuilder:
             TextChoice(
                 index=self._index,
                 text=text,
+                logprobs=self._scored.text(),
                 finish_reason=finished.reason,
                 stop_reason=finished.stop_reason,
             )
@@ -84,9 +92,11 @@ class TextChoiceBuilder:
     def whole(self, finished: Finished) -> TextChoice:
         """See `Choice.whole`."""
         self.end(finished)
+        self._scored.rewind()
         return TextChoice(
             index=self._index,
             text="".join(self._pieces),
+            logprobs=self._scored.text(),
             finish_reason=finished.reason,
             stop_reason=finished.stop_reason,
         )
@@ -96,10 +106,17 @@ class ChatChoiceBuilder:
     """A choice of /v1/chat/completions: reasoning, content and tool calls told apart."""
 
     def __init__(
-        self, index: int, detokenizer: IncrementalDetokenizer, parser: ChatParser, call_prefix: str
+        self,
+        index: int,
+        detokenizer: IncrementalDetokenizer,
+        scored: ScoredTokens,
+        *,
+        parser: ChatParser,
+        call_prefix: str,
     ) -> None:
         self._index = index
         self._detokenizer = detokenizer
+        self._scored = scored
         self._parser = parser
         self._call_prefix = call_prefix
         self._opened = False
@@ -109,8 +126,9 @@ class ChatChoiceBuilder:
 
     def add(self, delta: Delta) -> list[ChunkChoice]:
         """See `Choice.add`."""
+        self._scored.add(delta)
         text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
-        return self._chunks(self._parser.feed(text)) if text else []
+        return self._scored_chunks(self._chunks(self._parser.feed(text))) if text else []
 
     def end(self, finished: Finished) -> list[ChunkChoice]:
         """See `Choice.end`."""
@@ -122,11 +140,12 @@ class ChatChoiceBuilder:
             finish_reason=self._finish_reason(finished),
             stop_reason=msgspec.UNSET if finished.stop_reason is None else finished.stop_reason,
         )
-        return [*chunks, last]
+        return self._scored_chunks([*chunks, last])
 
     def whole(self, finished: Finished) -> ChatChoice:
         """See `Choice.whole`."""
         self.end(finished)
+        self._scored.rewind()
         content = "".join(self._content)
         calls = [msgspec.structs.replace(call, index=msgspec.UNSET) for call in self._calls]
         message = ChatMessage(
@@ -137,9 +156,17 @@ class ChatChoiceBuilder:
         return ChatChoice(
             index=self._index,
             message=message,
+            logprobs=self._scored.chat(),
             finish_reason=self._finish_reason(finished),
             stop_reason=finished.stop_reason,
         )
+
+    def _scored_chunks(self, chunks: list[ChunkChoice]) -> list[ChunkChoice]:
+        """The first chunk carries the scores of every token since the last one that did."""
+        scores = self._scored.chat() if chunks else None
+        if scores is not None:
+            chunks[0] = msgspec.structs.replace(chunks[0], logprobs=scores)
+        return chunks
 
     def _finish_reason(self, finished: Finished) -> str:
         calls = self._parser.num_calls > 0 and finished.reason == "stop"
@@ -252,15 +279,17 @@ class Answer:
 
     def _choice(self, index: int) -> Choice:
         detokenizer = IncrementalDetokenizer(self._settings.codec.token_bytes)
+        wanted = self._prepared.logprobs
+        scored = ScoredTokens(self._settings.codec.token_bytes, wanted=wanted)
         if not self._style.chat:
-            return TextChoiceBuilder(index, detokenizer)
+            return TextChoiceBuilder(index, detokenizer, scored)
         parser = ChatParser(
             self._settings.chat,
             tools=self._prepared.tools,
             inside_reasoning=self._prepared.inside_reasoning,
         )
         prefix = f"call_{self._prepared.response_id.removeprefix('chatcmpl-')}"
-        return ChatChoiceBuilder(index, detokenizer, parser, prefix)
+        return ChatChoiceBuilder(index, detokenizer, scored, parser=parser, call_prefix=prefix)
 
     def _usage(self) -> Usage:
         prompt = sum(self._prepared.prompt_tokens[:: self._prepared.choices_per_prompt])

@@ -12,8 +12,6 @@ from typing import Any
 from flare_ray.errors import InvalidRequest
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "prediction": (),

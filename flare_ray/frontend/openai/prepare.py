@@ -31,6 +31,7 @@ class Prepared:
         requests: one generation per choice, in the order of their indices; empty where no token
             was asked for.
         prompt_tokens: prompt length per choice.
+        logprobs: report log-probabilities.
         choices_per_prompt: neighbouring choices that share a prompt, which is billed once.
         stream: answer with server-sent events.
         include_usage: end the stream with a usage chunk.
@@ -46,6 +47,7 @@ class Prepared:
     include_usage: bool
     tools: Mapping[str, Mapping[str, Any]] | None = None
     inside_reasoning: bool = False
+    logprobs: bool = False
     choices_per_prompt: int = 1
     user: str | None = None
 
@@ -86,6 +88,7 @@ async def prepare_chat(
         response_id=response_id,
         requests=requests,
         prompt_tokens=(len(tokens),) * choices,
+        logprobs=chat.alternatives() >= 0,
         choices_per_prompt=choices,
         stream=bool(chat.stream),
         include_usage=chat.wants_usage,
@@ -127,6 +130,7 @@ async def prepare_completion(
         response_id=response_id,
         requests=() if completion.max_tokens == 0 else tuple(requests),
         prompt_tokens=tuple(len(tokens) for tokens in token_lists for _ in range(choices)),
+        logprobs=completion.alternatives() >= 0,
         choices_per_prompt=choices,
         stream=bool(completion.stream),
         include_usage=completion.wants_usage,
@@ -282,6 +286,7 @@ def _generation(
         include_stop=resolved.include_stop,
         stop_token_ids=resolved.stop_token_ids,
         ignore_eos=resolved.ignore_eos,
+        top_logprobs=body.alternatives(),
     )
 
 

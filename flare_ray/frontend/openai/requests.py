@@ -10,6 +10,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.contracts.request import SamplingParams
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.openai.parameters import drop_neutral
@@ -127,12 +128,29 @@ class ChatBody(_GenerationBody):
     """POST /v1/chat/completions. Messages and tools are checked in `messages.py`."""
 
     messages: list[Any]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def alternatives(self) -> int:
+        """Alternatives reported with each token's log-probability; -1 = neither is.
+
+        Raises:
+            InvalidRequest: out of range, or asked for without `logprobs`.
+        """
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequest(
+                    "top_logprobs is only allowed together with logprobs: true",
+                    param="top_logprobs",
+                )
+            return -1
+        return _alternatives("top_logprobs", self.top_logprobs or 0)
 
     def output_budget(self) -> int | None:
         """`max_completion_tokens`, or its older spelling `max_tokens`.
@@ -153,6 +171,15 @@ class CompletionBody(_GenerationBody):
     """POST /v1/completions."""
 
     prompt: Any
+    logprobs: int | None = None
+
+    def alternatives(self) -> int:
+        """As `ChatBody.alternatives`; here `logprobs` is their number.
+
+        Raises:
+            InvalidRequest: out of range.
+        """
+        return -1 if self.logprobs is None else _alternatives("logprobs", self.logprobs)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per choice: text, or token ids.
@@ -178,6 +205,14 @@ class CompletionBody(_GenerationBody):
         if not prompts or any(not p for p in prompts):
             raise InvalidRequest("prompt: must not be empty", param="prompt")
         return prompts
+
+
+def _alternatives(param: str, value: int) -> int:
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"{param} must lie between 0 and {MAX_TOP_LOGPROBS}, got {value}", param=param
+        )
+    return value
 
 
 def _given(value: float | None, neutral: float) -> float:

@@ -40,6 +40,36 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     function: FunctionCall
 
 
+class Alternative(msgspec.Struct, frozen=True):
+    """A token with its text, log-probability and UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Alternative, frozen=True):
+    """A generated token and the most probable ones in its place."""
+
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Of every generated token that a chunk or a message shows, reasoning and calls included."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(msgspec.Struct, frozen=True):
+    """The same for /v1/completions, one entry a token in every list."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What a chunk adds."""
 
@@ -54,7 +84,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType = UNSET
 
@@ -74,7 +104,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     message: ChatMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: str | int | None = None
 
@@ -84,7 +114,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType | None = UNSET
 

@@ -128,6 +128,7 @@ class Sampling:
     frequency: float = 0.0
     rules: tuple[LogitRule, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: int = -1
 
 
 GREEDY = Sampling()
@@ -182,7 +183,7 @@ class Driver:
         replies = tuple(rank.execute(plan, masks) for rank in self.ranks)
         self.replies.append(replies)
         assert len({reply.checksum for reply in replies}) == 1
-        return unpack_rows(replies[0].rows)
+        return unpack_rows(replies[0].rows, replies[0].scores)
 
     def open(
         self,
@@ -215,6 +216,7 @@ class Driver:
             frequency=sampling.frequency,
             rules=sampling.rules,
             bad_words=sampling.bad_words,
+            top_logprobs=sampling.top_logprobs,
         )
         return request, init, PageGrant(slot, 0, pages)
 

@@ -431,3 +431,26 @@ def test_requests_with_the_most_rules_share_no_plan_and_all_finish(make_harness)
     for place, name in enumerate(names):
         assert harness.tokens(name) == harness.expected((1, place), 4)
     harness.assert_all_free()
+
+
+@pytest.mark.parametrize("top", [-1, 0, 3])
+@pytest.mark.parametrize("stop", [(), (b"never",), (TOKEN_BYTES[31] + TOKEN_BYTES[32],)])
+def test_every_visible_token_comes_with_its_own_score(make_harness, top, stop):
+    """Also where a stop string holds tokens back over rounds, and where it hides the last ones."""
+    harness = make_harness(
+        manifest=make_manifest(draft_tokens=7),
+        script=lambda _, index: 20 + index,
+        accepts=hashed_accepts(0.6),
+    )
+    harness.submit("r", max_tokens=30, stop=stop, top_logprobs=top)
+    harness.run_until_idle()
+    deltas = [item for item in harness.output.items("r") if isinstance(item, Delta)]
+    tokens = [token for delta in deltas for token in delta.tokens]
+    assert tokens == list(range(20, 31 if stop and stop != (b"never",) else 50))
+    for delta in deltas:
+        if top < 0:
+            assert delta.scores == ()
+            continue
+        assert [score.logprob for score in delta.scores] == [-t / 8 for t in delta.tokens]
+        for token, score in zip(delta.tokens, delta.scores, strict=True):
+            assert score.top_ids == tuple(token + place for place in range(1, top + 1))

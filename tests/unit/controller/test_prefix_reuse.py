@@ -11,6 +11,7 @@ import pytest
 
 from flare_ray.contracts.messages import Finished
 from tests.support.fake_channel import accepts_up_to, hashed_accepts, listed_script, make_manifest
+from tests.unit.controller.conftest import GREEDY
 
 EOS = 0
 
@@ -212,3 +213,19 @@ def test_random_branches_and_cancels_leave_every_text_as_if_cold(
             assert name in cancelled
     assert harness.channel.restores or snapshot_rows < 8
     harness.assert_all_free()
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.3])
+def test_restored_request_tells_the_ranks_which_tokens_its_penalty_must_know(
+    make_harness, repetition
+):
+    harness = make_harness()
+    prompt = prompt_of(100)
+    sampling = msgspec.structs.replace(GREEDY, repetition_penalty=repetition)
+    run(harness, "first", prompt, max_tokens=1, sampling=sampling)
+    longer = (*prompt, 33)
+    assert run(harness, "second", longer, max_tokens=2, sampling=sampling).cached_tokens == 100
+    first, second = (init for plan in harness.channel.plans for init in plan.inits)
+    assert first.seen == b""
+    told = {t for t in range(len(second.seen) * 8) if second.seen[t >> 3] >> (t & 7) & 1}
+    assert told == (set(prompt) if repetition != 1.0 else set())

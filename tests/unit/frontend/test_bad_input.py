@@ -98,6 +98,11 @@ def test_unknown_model_is_404(api, call, stream):
         ({"stop_token_ids": [300]}, "stop_token_ids"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
         ({"n": 65}, "n"),
@@ -172,9 +177,6 @@ def test_parameter_that_is_not_built_is_refused_by_name_and_its_neutral_values_a
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True),
-        ("logprobs", 0),
-        ("top_logprobs", 5),
         ("response_format", {"type": "json_object"}),
         ("prediction", {"type": "content", "content": "x"}),
         ("modalities", ["text", "audio"]),
