@@ -47,14 +47,13 @@ WIDE_LINES = 110
 
 def main() -> None:
     """Write every generated file."""
-    for path, text in outputs().items():
+    for path, text in outputs(models()).items():
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
 
 
-def outputs() -> dict[Path, str]:
-    """Path and text of every generated file."""
-    sizes = models()
+def outputs(sizes: dict[str, Any]) -> dict[Path, str]:
+    """Path and text of every generated file, for the presets of `models`."""
     return {
         CHART / "values.schema.json": json.dumps(values_schema(), indent=2) + "\n",
         CHART / "files" / "models.yaml": models_text(sizes),
