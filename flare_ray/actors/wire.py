@@ -13,11 +13,14 @@ from flare_ray.contracts.plan import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_RULES,
+    MAX_SHARED_PAGES,
     LogitRule,
     PageGrant,
     PrefillLane,
     RoundPlan,
     SlotInit,
+    SlotRestore,
+    SnapshotSave,
 )
 from flare_ray.contracts.record import RoundReply
 from flare_ray.contracts.shapes import GraphKind, GraphShape
@@ -158,10 +161,11 @@ def check_message_bounds(manifest: PreparedManifest) -> None:
 
 def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan:
     """Every lane starts a request, fills its chunk and is granted the chunk's pages; one of them
-    brings as many rules as a plan may hold."""
+    brings as many rules and shared pages as a plan may hold."""
     token, page, large = manifest.vocab_size - 1, manifest.num_pages - 1, 2**62
     lanes = range(shape.batch_capacity)
     pages = shape.token_capacity // manifest.page_tokens + 2
+    shared = min(MAX_SHARED_PAGES, manifest.num_pages) if manifest.snapshot_rows else 0
     return RoundPlan(
         round_id=large,
         shape=shape,
@@ -186,7 +190,12 @@ def _largest_prefill(manifest: PreparedManifest, shape: GraphShape) -> RoundPlan
             )
             for lane in lanes
         ),
-        grants=tuple(PageGrant(lane, page, (page,) * pages) for lane in lanes),
+        grants=tuple(
+            PageGrant(lane, page, (page,) * (pages if lane else pages + shared)) for lane in lanes
+        ),
+        restores=tuple(SlotRestore(lane, large, large, large, page, page) for lane in lanes),
+        captures=tuple(SnapshotSave(lane, large, large, large, True) for lane in lanes),
+        saves=tuple(SnapshotSave(lane, large, large, large, True) for lane in lanes),
         prefill=tuple(
             PrefillLane(
                 slot=lane,

@@ -20,6 +20,8 @@ MAX_BAD_WORDS = 128
 """Banned token sequences one slot may hold."""
 MAX_BAD_WORD_TOKENS = 8
 """Longest banned sequence."""
+MAX_SHARED_PAGES = 3072
+"""Pages that one restored slot may share: their ids fit a plan beside the largest chunk."""
 MAX_TOP_LOGPROBS = 20
 """Most probable tokens reported beside each generated one; OpenAI's own bound."""
 ALWAYS = 1 << 62
@@ -159,6 +161,9 @@ class LanePlan(msgspec.Struct, frozen=True, array_like=True):
 
 class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
     """One lane of a prefill: consumes `tokens` at positions start .. start + len - 1.
+
+    A resume consumes none: its slot was restored after exactly `start` tokens, and the first output
+    token is sampled from the head's input that the snapshot holds (contract: M5).
 
     Attributes:
         final: the chunk ends the prompt: sample the first output token, which becomes pending.

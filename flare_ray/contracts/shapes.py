@@ -57,6 +57,10 @@ class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
     speculation: bool = True
 
 
+PROMPT_KINDS = frozenset({GraphKind.PREFILL, GraphKind.RESUME})
+"""Programs whose lanes are `PrefillLane`s; those of a resume consume no token."""
+
+
 def batch_capacities(concurrency: int) -> tuple[int, ...]:
     """Powers of two through the padded concurrency limit: 3 gives (1, 2, 4)."""
     capacities = [1]
@@ -118,4 +122,14 @@ def prefill_shapes(
         )
         for batch in batch_capacities(concurrency)
         if batch <= prefill_tokens
+    )
+
+
+def resume_shapes(concurrency: int, *, speculation: bool) -> tuple[GraphShape, ...]:
+    """Programs that go on where a snapshot ends, without consuming a token (contract: M5)."""
+    return tuple(
+        GraphShape(
+            kind=GraphKind.RESUME, batch_capacity=batch, token_capacity=1, speculation=speculation
+        )
+        for batch in batch_capacities(concurrency)
     )

@@ -17,12 +17,14 @@ class ServedCatalog:
 
     Attributes:
         prefill: prefill programs, smallest batch capacity first.
+        resume: programs that go on from a whole restored prompt, likewise; () = none prepared.
         rounds: decode or speculative programs; sorted by batch capacity, then width.
         slots: requests served together.
         max_width: largest width of `rounds`.
     """
 
     prefill: tuple[GraphShape, ...]
+    resume: tuple[GraphShape, ...]
     rounds: tuple[GraphShape, ...]
     slots: int
     max_width: int
@@ -56,12 +58,8 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
     widths = _widths(manifest, config, kind)
     rounds = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
     rounds.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
-    prefill = [
-        shape
-        for shape in manifest.shapes
-        if shape.kind is GraphKind.PREFILL and shape.speculation is speculation
-    ]
-    prefill.sort(key=lambda shape: shape.batch_capacity)
+    prefill = _prompts(manifest, GraphKind.PREFILL, speculation)
+    resume = _prompts(manifest, GraphKind.RESUME, speculation)
     if not prefill or not any(shape.verify_width == 1 for shape in rounds):
         family = "speculative" if speculation else "ordinary"
         raise ConfigError(
@@ -76,7 +74,15 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
         )
     slots = min(manifest.slots, config.concurrency)
     max_width = max(shape.verify_width for shape in rounds)
-    return ServedCatalog(tuple(prefill), tuple(rounds), slots, max_width)
+    return ServedCatalog(prefill, resume, tuple(rounds), slots, max_width)
+
+
+def _prompts(
+    manifest: PreparedManifest, kind: GraphKind, speculation: bool
+) -> tuple[GraphShape, ...]:
+    """Programs of a kind and family, smallest batch capacity first."""
+    shapes = (s for s in manifest.shapes if s.kind is kind and s.speculation is speculation)
+    return tuple(sorted(shapes, key=lambda shape: shape.batch_capacity))
 
 
 def _serves_speculative(manifest: PreparedManifest, config: EngineConfig) -> bool:

@@ -15,6 +15,7 @@ from flare_ray.contracts.plan import (
     MAX_BAD_WORDS,
     MAX_EOS_IDS,
     MAX_LOGIT_RULES,
+    MAX_SHARED_PAGES,
     LanePlan,
     PageGrant,
     PrefillLane,
@@ -44,7 +45,7 @@ PLAN_RULE_BYTES = (
     RULE_BYTES * MAX_LOGIT_RULES + WORD_TOKEN_BYTES * MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS
 )
 """Encoded logit rules and banned words that one plan may hand over: those of the largest request,
-which fit one message beside the largest chunk."""
+which fit one message beside the largest chunk and MAX_SHARED_PAGES page ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,10 @@ class Planner:
     def _plan_prefill(
         self, prompts: list[LiveRequest]
     ) -> tuple[RoundPlan, tuple[LiveRequest, ...], tuple[Capture, ...]]:
+        whole = [live for live in prompts if not live.prompt_left]
+        prompts = whole or prompts
         prompts.sort(key=lambda live: live.last_chunk_round)
-        shape = self._prefill_shape(prompts)
+        shape = self._resume_shape(len(whole)) if whole else self._prefill_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
         work = _Chunks()
@@ -178,6 +181,11 @@ class Planner:
         live.in_flight.append(0)
         if final:
             live.phase = Phase.DECODE
+
+    def _resume_shape(self, lanes: int) -> GraphShape:
+        """The smallest program for requests whose whole prompt was restored, or the largest."""
+        fits = (shape for shape in self._catalog.resume if shape.batch_capacity >= lanes)
+        return next(fits, self._catalog.resume[-1])
 
     def _prefill_shape(self, prompts: list[LiveRequest]) -> GraphShape:
         """The program with the most useful rows for its time; the head of `prompts` is always in.
@@ -282,13 +290,16 @@ class Planner:
 
 def _within_message(prompts: list[LiveRequest], vocab_bytes: int) -> tuple[LiveRequest, ...]:
     """Those whose hand-overs fit one plan, the first one always; the others wait a turn."""
-    chosen, total = [], 0
+    chosen: list[LiveRequest] = []
+    rules = shared = 0
     for live in prompts:
-        needed = 0 if live.started else _rule_bytes(live.request)
+        added = 0 if live.started else _rule_bytes(live.request)
         if not live.started and live.planned_tokens:
-            needed += vocab_bytes * (live.request.sampling.repetition_penalty != 1.0)
-        if not needed or not total or total + needed <= PLAN_RULE_BYTES:
-            total += needed
+            added += vocab_bytes * (live.request.sampling.repetition_penalty != 1.0)
+        pages = 0 if live.started else live.granted_pages
+        fits = not added or not rules or rules + added <= PLAN_RULE_BYTES
+        if fits and (not pages or shared + pages <= MAX_SHARED_PAGES):
+            rules, shared = rules + added, shared + pages
             chosen.append(live)
     return tuple(chosen)
 

@@ -131,7 +131,7 @@ class Controller:
         self._eos_ids = frozenset(manifest.eos_ids)
         self._token_bytes = token_bytes
         self._pool = PagePool(manifest.num_pages)
-        self._snapshots = _snapshots(manifest, config, self._pool)
+        self._snapshots = _snapshots(manifest, config, self._pool, resumes=bool(catalog.resume))
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
         self._policy = _policy(config, catalog.max_width)
         eager = config.eager or manifest.device == "cpu"
@@ -445,7 +445,9 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
     )
 
 
-def _snapshots(manifest: PreparedManifest, config: EngineConfig, pool: PagePool) -> Snapshots:
+def _snapshots(
+    manifest: PreparedManifest, config: EngineConfig, pool: PagePool, *, resumes: bool
+) -> Snapshots:
     """Prefix snapshots over the rows that were prepared, none if the settings say so."""
     index = PrefixIndex(
         pool,
@@ -453,7 +455,7 @@ def _snapshots(manifest: PreparedManifest, config: EngineConfig, pool: PagePool)
         row_bytes=manifest.snapshot_row_bytes,
         page_bytes=manifest.budget.page_bytes // manifest.num_pages,
     )
-    return Snapshots(index, pool, inside_rounds=manifest.snapshots_inside_rounds)
+    return Snapshots(index, pool, inside_rounds=manifest.snapshots_inside_rounds, resumes=resumes)
 
 
 def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:

@@ -238,6 +238,7 @@ def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) 
         speculative=speculative,
         widths=_widths(config, recipe) if speculative else (1,),
         token_capacity=settings.token_capacity,
+        resume=config.prefix_cache.enabled,
     )
 
 

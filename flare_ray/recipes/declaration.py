@@ -199,6 +199,10 @@ class Target(Protocol):
     def forward(self, rows: Rows, state: Mapping[str, Tensor]) -> TargetOutput:
         """Run rows; writes pages, ring entries, columns and windows of `state` in place."""
 
+    def head(self, sampling: Tensor) -> Tensor:
+        """Logits [B, V] float32, vocabulary shards gathered, of head inputs [B, Hs] (contract:
+        M5)."""
+
     def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
         """Make the accepted prefix the state where columns and windows do not already say so.
 

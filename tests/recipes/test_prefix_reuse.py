@@ -60,6 +60,11 @@ class HeardTarget:
             self._heard.target.append(output.logits[0, rows_of].clone())
         return output
 
+    def head(self, sampling):
+        logits = self._target.head(sampling)
+        self._heard.target.append(logits[:1].clone())
+        return logits
+
     def commit(self, rows, emitted, state):
         self._target.commit(rows, emitted, state)
 

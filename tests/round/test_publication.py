@@ -43,7 +43,9 @@ def check_published(driver: Driver, request, boundary: int) -> None:
     assert torch.equal(rows["pair_ring"][slot, pairs % RING], pairs_of(history)[pairs])
     sign = float(signature(hashed))
     assert publication.tail[slot].tolist() == [sign, history[-1]]
-    assert publication.sampling_vector[slot].tolist() == [sign, history[-1], boundary - 1]
+    row = history[-2] * 16 + history[-1]
+    vector = publication.sampling_vector[slot].tolist()
+    assert vector == [sign, history[-1], boundary - 1, row]
 
 
 @pytest.mark.parametrize("row", range(8))

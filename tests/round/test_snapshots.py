@@ -12,7 +12,7 @@ from flare_ray.errors import ContractViolation
 from tests.round.live_state import live_state
 from tests.round.test_acceptance import plain_text
 from tests.support.scripted.geometry import Script
-from tests.support.scripted.harness import Driver, Request, Setup, scripted_rank
+from tests.support.scripted.harness import Driver, Request, Sampling, Setup, scripted_rank
 
 SCRIPT = Script(vocab_size=16, order=2, seed=3, drafter="prefix", draft_right=7)
 LENGTHS = (1, 2, 3, 11, 12, 13, 63, 64, 65, 127, 128, 129)
@@ -264,3 +264,63 @@ def test_shared_last_page_would_be_caught():
     with pytest.raises(AssertionError):
         assert_as_if_cold(origin)
         assert_as_if_cold(branch)
+
+
+# Full hits.
+
+
+def resume_plan(driver: Driver, origin: Request, length: int, slot: int, **lane) -> tuple:
+    request, plan = restored_plan(driver, origin, length, (), slot)
+    whole = PrefillLane(slot, request.epoch, length, (), True, **lane)
+    shape = driver.shape(GraphKind.RESUME, 1, 1, True)
+    return request, msgspec.structs.replace(plan, shape=shape, prefill=(whole,))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_whole_prompt_is_sampled_from_the_saved_head_input(length):
+    driver = engine()
+    origin = consume(driver, prompt_of(length), 0, capture=ROW)
+    again, plan = resume_plan(driver, origin, length, 1)
+    driver._note([again], driver.submit(plan))
+    assert again.tokens == origin.tokens[:1]
+    finish(driver, origin, again)
+    assert_as_if_cold(again)
+
+
+def test_sampled_text_of_a_full_hit_is_that_of_its_seed():
+    sampling = Sampling(temperature=1.3, top_k=0, seed=77)
+    spread = Script(vocab_size=16, order=2, seed=3, draft_noise=1.0)
+    texts = []
+    for is_cold in (True, False):
+        driver = Driver(scripted_rank(spread, Setup(slots=3, snapshot_rows=4)))
+        origin = consume(driver, prompt_of(50), 0, capture=ROW)
+        if is_cold:
+            opened = driver.open(prompt_of(50), 1, budget=30, sampling=sampling)
+            (request,) = driver.prefill([opened])
+        else:
+            request, plan = resume_plan(driver, origin, 50, 1)
+            (init,) = plan.inits
+            init = msgspec.structs.replace(init, temperature=1.3, top_k=0, seed=77, budget=30)
+            driver._note([request], driver.submit(msgspec.structs.replace(plan, inits=(init,))))
+        while not request.ended:
+            driver.round([request], 4)
+        texts.append(request.tokens)
+    assert texts[0] == texts[1] and len(set(texts[0])) > 4
+
+
+def test_resume_with_a_pending_token_emits_nothing_and_goes_on():
+    driver = engine()
+    origin = consume(driver, prompt_of(70), 0, capture=ROW)
+    again, plan = resume_plan(driver, origin, 70, 1, pending=origin.tokens[0])
+    driver._note([again], driver.submit(plan))
+    assert again.tokens == [] and again.records[-1].generated == 0
+    finish(driver, again)
+    assert again.tokens == plain_text(SCRIPT, prompt_of(70), 61)[1:]
+
+
+def test_resume_of_a_slot_that_was_not_restored_is_refused():
+    driver = engine()
+    origin = consume(driver, prompt_of(70), 0, capture=ROW)
+    _, plan = resume_plan(driver, origin, 70, 1)
+    with pytest.raises(ContractViolation, match="starts at 70"):
+        driver.submit(msgspec.structs.replace(plan, restores=()))

@@ -31,7 +31,7 @@ from flare_ray.contracts.plan import (
     SnapshotSave,
 )
 from flare_ray.contracts.record import Flag, LaneRecord, Status
-from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind
+from flare_ray.contracts.shapes import PAGE_TOKENS, PROMPT_KINDS, GraphKind
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 from tests.support.fake_manifest import CollectingOutput as CollectingOutput
@@ -318,7 +318,10 @@ class FakeChannel:
         slot = self._slots[lane.slot]
         if slot.init is None or slot.init.epoch != lane.epoch:
             return self._dead(plan, lane.slot)
-        _require(0 < len(lane.tokens) <= plan.shape.token_capacity, "prefill chunk too long")
+        if plan.shape.kind is GraphKind.RESUME:
+            _require(not lane.tokens and lane.final and lane.start > 0, f"no resume: {lane}")
+        else:
+            _require(0 < len(lane.tokens) <= plan.shape.token_capacity, "prefill chunk too long")
         _require(lane.start == slot.consumed, f"chunk starts at {lane.start}, not {slot.consumed}")
         self._touch(lane.slot, lane.start + len(lane.tokens), context_pages)
         slot.prompt.extend(lane.tokens)
@@ -424,7 +427,7 @@ class FakeChannel:
         lanes: tuple[LanePlan | PrefillLane, ...] = (*plan.lanes, *plan.prefill)
         _require(bool(lanes), "a plan without lanes")
         _require(not (plan.lanes and plan.prefill), "a plan that mixes rounds and prefill")
-        is_prefill = plan.shape.kind is GraphKind.PREFILL
+        is_prefill = plan.shape.kind in PROMPT_KINDS
         _require(is_prefill == bool(plan.prefill), f"lanes do not fit {plan.shape.kind}")
         _require(len(lanes) <= plan.shape.batch_capacity, "more lanes than the program has")
         _require(len({lane.slot for lane in lanes}) == len(lanes), "a slot in two lanes")

@@ -8,6 +8,7 @@ from flare_ray.contracts.shapes import (
     PAGE_TOKENS,
     decode_shapes,
     prefill_shapes,
+    resume_shapes,
     speculative_shapes,
 )
 
@@ -44,6 +45,7 @@ def make_manifest(
     widths = range(1, draft_tokens + 2)
     prefill = prefill_shapes(slots, prefill_tokens, speculation=True)
     prefill += prefill_shapes(slots, prefill_tokens, speculation=False)
+    prefill += resume_shapes(slots, speculation=True) + resume_shapes(slots, speculation=False)
     rounds = speculative_shapes(slots, widths, 128) + decode_shapes(slots)
     return PreparedManifest(
         recipe="scripted",

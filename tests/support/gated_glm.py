@@ -46,6 +46,9 @@ class Gated:
             time.sleep(LOOK_S)
         return self._target.forward(rows, state)
 
+    def head(self, sampling: Tensor) -> Tensor:
+        return self._target.head(sampling)
+
     def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
         self._target.commit(rows, emitted, state)
 

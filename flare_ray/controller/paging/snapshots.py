@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flare_ray.contracts.plan import SlotRestore, SnapshotSave
+from flare_ray.contracts.plan import MAX_SHARED_PAGES, SlotRestore, SnapshotSave
 from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.controller.live import LiveRequest
@@ -42,14 +42,18 @@ class Snapshots:
 
     Args:
         inside_rounds: a row inside a round's accepted rows can be kept, not only its last.
+        resumes: a whole prompt can be restored; else its last token is always consumed.
     Attributes:
         index: what is cached.
         queried_tokens / hit_tokens: prompt tokens of admitted requests, and those restored.
         saved_tokens / saved: tokens of published snapshots, and their number.
     """
 
-    def __init__(self, index: PrefixIndex, pool: PagePool, *, inside_rounds: bool) -> None:
+    def __init__(
+        self, index: PrefixIndex, pool: PagePool, *, inside_rounds: bool, resumes: bool
+    ) -> None:
         self.index = index
+        self._resumes = resumes
         self._pool = pool
         self._inside_rounds = inside_rounds
         self._saves: list[SnapshotSave] = []
@@ -61,8 +65,16 @@ class Snapshots:
     # Admission.
 
     def find(self, live: LiveRequest) -> Snapshot | None:
-        """The longest usable prefix of a waiting request, pinned; one token is left to consume."""
-        snapshot = self.index.find(live.chain, len(live.request.prompt_tokens) - 1)
+        """The longest usable prefix of a waiting request, pinned.
+
+        A repetition penalty reads counts of the prompt, which prefill makes and no snapshot holds;
+        such a request consumes its whole prompt.
+        """
+        if live.request.sampling.repetition_penalty != 1.0:
+            return None
+        left = 0 if self._resumes else 1
+        limit = min(len(live.request.prompt_tokens) - left, MAX_SHARED_PAGES * PAGE_TOKENS)
+        snapshot = self.index.find(live.chain, limit)
         if snapshot is not None:
             self.index.pin(snapshot)
         return snapshot

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from flare_ray.contracts.record import RECORD_FIELDS
 from flare_ray.contracts.shapes import (
+    PROMPT_KINDS,
     GraphKind,
     GraphShape,
     decode_shapes,
     prefill_shapes,
+    resume_shapes,
     speculative_shapes,
 )
 from flare_ray.device.sampling.masks import mask_words
@@ -22,7 +24,7 @@ from flare_ray.device.sampling.scores import SCORE_WORDS
 from flare_ray.device.speculation.inputs import ChunkField, LaneField
 from flare_ray.device.speculation.record import NUM_FRAMES
 
-BUILT_KINDS = (GraphKind.PREFILL, GraphKind.DECODE, GraphKind.SPECULATIVE)
+BUILT_KINDS = (GraphKind.PREFILL, GraphKind.RESUME, GraphKind.DECODE, GraphKind.SPECULATIVE)
 """Kinds this release prepares; the other members of `GraphKind` are refused by name."""
 
 
@@ -36,6 +38,7 @@ class CatalogOptions:
         ordinary / speculative: families to prepare (contract: R6).
         widths: verification widths, increasing, containing one.
         token_capacity: largest B * W of a wide round.
+        resume: prepare programs that go on from a snapshot.
     """
 
     concurrency: int
@@ -44,6 +47,7 @@ class CatalogOptions:
     speculative: bool
     widths: tuple[int, ...]
     token_capacity: int
+    resume: bool = False
 
 
 def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
@@ -58,6 +62,8 @@ def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
         shapes += prefill_shapes(
             options.concurrency, options.prefill_tokens, speculation=speculation
         )
+        if options.resume:
+            shapes += resume_shapes(options.concurrency, speculation=speculation)
     return tuple(shapes)
 
 
@@ -67,7 +73,7 @@ def shape_problem(shape: GraphShape) -> str:
         return f"kind {shape.kind} is not built"
     if shape.packed_capacity:
         return f"packed capacity {shape.packed_capacity}: only rectangular B x W rounds are built"
-    if shape.kind == GraphKind.PREFILL:
+    if shape.kind in PROMPT_KINDS:
         return "" if shape.token_capacity >= 1 else "a prefill of no tokens"
     if shape.verify_width > shape.draft_tokens + 1:
         return f"width {shape.verify_width} with {shape.draft_tokens} drafts: nothing to verify"
@@ -110,7 +116,7 @@ def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes
     words = mask_words(vocab_size)
     for shape in shapes:
         batch = shape.batch_capacity
-        prefill = shape.kind == GraphKind.PREFILL
+        prefill = shape.kind in PROMPT_KINDS
         rows = 1 if prefill else shape.verify_width
         lanes = max(lanes, math.prod(lane_input_shape(shape)))
         masks = max(masks, batch * rows * words)
@@ -123,6 +129,6 @@ def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes
 
 def lane_input_shape(shape: GraphShape) -> tuple[int, int]:
     """[B, fields] of a shape's int64 inputs."""
-    if shape.kind == GraphKind.PREFILL:
+    if shape.kind in PROMPT_KINDS:
         return shape.batch_capacity, ChunkField.TOKENS + shape.token_capacity
     return shape.batch_capacity, LaneField.COPIES + shape.draft_tokens

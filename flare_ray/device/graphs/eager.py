@@ -15,7 +15,7 @@ from torch import Tensor
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RECORD_FIELDS
-from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.contracts.shapes import PROMPT_KINDS, GraphKind, GraphShape
 from flare_ray.device.graphs.catalog import lane_input_shape, scratch_sizes, shape_problem
 from flare_ray.device.graphs.program import Program
 from flare_ray.device.sampling.masks import mask_words
@@ -29,7 +29,7 @@ from flare_ray.device.speculation.inputs import (
     RoundInputs,
     StaticBuffer,
 )
-from flare_ray.device.speculation.prefill import PrefillScratch, run_prefill
+from flare_ray.device.speculation.prefill import PrefillScratch, run_prefill, run_resume
 from flare_ray.device.speculation.record import write_idle_record
 from flare_ray.device.speculation.round import Model, RoundScratch, run_round
 from flare_ray.device.state.layout import Core, Phase
@@ -158,7 +158,7 @@ class EagerRound:
 
 
 class EagerPrefill:
-    """A prefill program."""
+    """A prefill program, or a resume."""
 
     def __init__(self, model: Model, shape: GraphShape, arena: Arena) -> None:
         request = model.store.request
@@ -194,7 +194,8 @@ class EagerPrefill:
         """See `Program`."""
         if self._facts is None:
             raise ContractViolation("replay before prepare")
-        run_prefill(self._model, self.shape, self._inputs, self._scratch, self._facts)
+        run = run_resume if self.shape.kind is GraphKind.RESUME else run_prefill
+        run(self._model, self.shape, self._inputs, self._scratch, self._facts)
 
     def warm(self) -> None:
         """See `Program`."""
@@ -214,7 +215,7 @@ class EagerBackend:
             raise ContractViolation("the catalog holds shapes not built: " + "; ".join(problems))
         self.arena = Arena(manifest)
         self._programs: dict[GraphShape, Program] = {
-            shape: (EagerPrefill if shape.kind == GraphKind.PREFILL else EagerRound)(
+            shape: (EagerPrefill if shape.kind in PROMPT_KINDS else EagerRound)(
                 model, shape, self.arena
             )
             for shape in manifest.shapes

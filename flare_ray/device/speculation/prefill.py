@@ -14,7 +14,7 @@ of a dead request or one that was sent twice changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -91,6 +91,49 @@ def run_prefill(
     chunk = _Chunk(lanes, rows, output, facts)
     first = _first_token(model, inputs, chunk)
     _finish(model, shape, inputs, scratch, (chunk, first))
+
+
+def run_resume(
+    model: Model,
+    shape: GraphShape,
+    inputs: PrefillInputs,
+    scratch: PrefillScratch,
+    facts: HostFacts,
+) -> None:
+    """Go on where a restored snapshot ends, as a chunk without rows: its head input gives the first
+    token, or a resumed request brings the one it had pending (contract: M5)."""
+    planned, request = inputs.lanes, model.store.request
+    wanted = Planned(
+        planned[:, ChunkField.SLOT], planned[:, ChunkField.EPOCH], planned[:, ChunkField.START]
+    )
+    lanes = open_lanes(request, wanted, Phase.FILLING, facts)
+    if request.sampling_vector is None:
+        raise ContractViolation("a resume was prepared without snapshots")
+    vector = request.sampling_vector.index_select(0, lanes.slots)
+    tail = vector if request.tail is None else request.tail.index_select(0, lanes.slots)
+    rows = _no_rows(lanes)
+    logits = model.target.head(vector).unsqueeze(1)
+    output = TargetOutput(logits, feedback=tail.unsqueeze(1), sampling=vector.unsqueeze(1))
+    # no row ends here: what the snapshot holds is published already
+    chunk = _Chunk(lanes, rows, output, replace(facts, publishes=False))
+    first = _first_token(model, inputs, chunk)
+    _finish(model, shape, inputs, scratch, (chunk, first))
+
+
+def _no_rows(lanes: Lanes) -> Rows:
+    """One row a lane, at the last consumed position, that takes no part."""
+    none = torch.zeros_like(lanes.slots)
+    return Rows(
+        tokens=none.unsqueeze(1),
+        slots=lanes.slots,
+        positions=(lanes.field(Core.CONSUMED) - 1).clamp_(min=0).unsqueeze(1),
+        valid=torch.zeros_like(lanes.active).unsqueeze(1),
+        lengths=none,
+        column=lanes.field(Core.COLUMN),
+        page_table=lanes.page_table,
+        last_only=True,
+        prefill=True,
+    )
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from flare_ray.contracts.plan import (
     SlotInit,
 )
 from flare_ray.contracts.record import Field, Status
-from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
+from flare_ray.contracts.shapes import PAGE_TOKENS, PROMPT_KINDS, GraphKind, GraphShape
 from flare_ray.device.state.layout import pages_for
 from flare_ray.device.state.snapshot_ledger import SnapshotLedger
 from flare_ray.errors import ContractViolation
@@ -175,7 +175,7 @@ class SlotLedger:
         return 0 <= slot < len(self._slots)
 
     def _frame_problems(self, plan: RoundPlan, mask_rows: int | None) -> Iterator[str]:
-        is_prefill = plan.shape.kind == GraphKind.PREFILL
+        is_prefill = plan.shape.kind in PROMPT_KINDS
         lanes = lanes_of(plan)
         if plan.lanes if is_prefill else plan.prefill:
             yield f"a {plan.shape.kind} program got lanes of the other kind"
@@ -254,7 +254,10 @@ class SlotLedger:
     ) -> Iterator[str]:
         name = f"chunk of slot {lane.slot}"
         vocabulary = self._manifest.vocab_size
-        if not 1 <= len(lane.tokens) <= shape.token_capacity:
+        if shape.kind is GraphKind.RESUME:
+            if lane.tokens or not lane.final or not lane.start:
+                yield f"{name}: a resume consumes nothing and goes on from a restored prefix"
+        elif not 1 <= len(lane.tokens) <= shape.token_capacity:
             yield f"{name}: {len(lane.tokens)} tokens, the shape holds 1..{shape.token_capacity}"
         if lane.tokens and not (min(lane.tokens) >= 0 and max(lane.tokens) < vocabulary):
             yield f"{name}: tokens outside the vocabulary of {vocabulary}"

@@ -111,9 +111,13 @@ class GlmTarget:
             last = (rows.lengths - 1).clamp_(min=0)
             last += torch.arange(batch, device=last.device) * width
             chosen = hidden.index_select(0, last)
-        logits = self._comm.all_gather(self._head(chosen)).to(torch.float32)
+        logits = self.head(chosen)
         hidden = hidden.view(batch, width, -1)
         return TargetOutput(logits.view(batch, -1, logits.shape[-1]), hidden, hidden)
+
+    def head(self, sampling: Tensor) -> Tensor:
+        """[R, H] after the final norm -> [R, V]."""
+        return self._comm.all_gather(self._head(sampling)).to(torch.float32)
 
     def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
         """Nothing: columns and windows are selected by the count that the next round starts with,

@@ -58,6 +58,7 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
             speculative=setup.speculative,
             widths=setup.widths,
             token_capacity=setup.token_capacity,
+            resume=setup.snapshot_rows > 0,
         )
     )
     pool = setup.pool_tokens or setup.slots * setup.context_tokens

@@ -15,7 +15,7 @@ from tests.support.scripted.geometry import Script
 KEEP = 3
 RING = 12
 FEEDBACK = 2
-SAMPLING = 3
+SAMPLING = 4
 SIGNATURE = 1 << 20
 """Signatures are taken modulo this: exact in float32."""
 

@@ -55,8 +55,12 @@ class ScriptedTarget:
         return TargetOutput(
             logits=logits,
             feedback=torch.stack((sign, rows.tokens), dim=-1).to(torch.float32),
-            sampling=torch.stack((sign, rows.tokens, rows.positions), -1).to(torch.float32),
+            sampling=torch.stack((sign, rows.tokens, rows.positions, index), -1).float(),
         )
+
+    def head(self, sampling: Tensor) -> Tensor:
+        """The table's row that the last input chose."""
+        return self.comm.all_gather(self.shard[sampling[:, 3].to(torch.int64)])
 
     def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
         """Advance the row group by the accepted inputs."""

@@ -33,7 +33,8 @@ def test_plan_counts_programs_by_kind_and_lanes():
     assert "speculative, absorbs drafter history: 18" in text
     assert "decode, ordinary: 3" in text
     assert "lanes   4: widths 1 2 3 4 5 6" in text
-    assert "programs: 27" in text
+    assert "programs: 33" in text
+    assert "resume, absorbs drafter history: 3" in text
 
 
 def test_plan_shows_tokens_a_lane_of_prefills():

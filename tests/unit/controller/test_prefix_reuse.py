@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from flare_ray.contracts.messages import Finished
+from flare_ray.contracts.shapes import GraphKind
 from tests.support.fake_channel import accepts_up_to, hashed_accepts, listed_script, make_manifest
 from tests.unit.controller.conftest import GREEDY
 
@@ -36,8 +37,10 @@ def run(harness, request_id, prompt, **fields):
     ("length", "kept"),
     [(1, 0), (2, 0), (63, 0), (64, 0), (65, 64), (127, 64), (128, 0), (129, 128), (200, 192)],
 )
-def test_repeated_prompt_is_restored_from_its_last_boundary(make_harness, length, kept):
-    harness = make_harness(manifest=make_manifest(prefill_tokens=256))
+def test_without_resume_a_repeated_prompt_keeps_a_token_to_consume(make_harness, length, kept):
+    manifest = make_manifest(prefill_tokens=256)
+    shapes = tuple(s for s in manifest.shapes if s.kind is not GraphKind.RESUME)
+    harness = make_harness(manifest=msgspec.structs.replace(manifest, shapes=shapes))
     prompt = prompt_of(length)
     first = run(harness, "first", prompt, max_tokens=3)
     second = run(harness, "second", prompt, max_tokens=3)
@@ -45,6 +48,41 @@ def test_repeated_prompt_is_restored_from_its_last_boundary(make_harness, length
     assert second.cached_tokens == kept
     assert harness.tokens("second") == harness.expected(prompt, 3)
     harness.assert_all_free()
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 200])
+def test_repeated_prompt_is_restored_whole(make_harness, length):
+    harness = make_harness(manifest=make_manifest(prefill_tokens=256))
+    prompt = prompt_of(length)
+    run(harness, "first", prompt, max_tokens=3)
+    for name in ("second", "third"):
+        assert run(harness, name, prompt, max_tokens=90).cached_tokens == length
+        assert harness.tokens(name) == harness.expected(prompt, 90)
+    kinds = [plan.shape.kind for plan in harness.channel.plans]
+    assert kinds.count(GraphKind.RESUME) == 2
+    harness.assert_all_free()
+
+
+def test_several_whole_prompts_share_one_resume(make_harness):
+    harness = make_harness()
+    prompt = prompt_of(100)
+    run(harness, "root", prompt, max_tokens=1)
+    for name in "abcd":
+        harness.submit(name, prompt, max_tokens=5)
+    harness.run_until_idle()
+    assert all(harness.end(name).cached_tokens == 100 for name in "abcd")
+    kinds = [plan.shape.kind for plan in harness.channel.plans]
+    assert kinds.count(GraphKind.RESUME) < 4
+
+
+def test_repetition_penalty_consumes_the_whole_prompt(make_harness):
+    harness = make_harness()
+    prompt = prompt_of(100)
+    run(harness, "root", prompt, max_tokens=1)
+    sampling = msgspec.structs.replace(GREEDY, repetition_penalty=1.2)
+    harness.submit("penalised", prompt, max_tokens=5, sampling=sampling)
+    harness.run_until_idle()
+    assert harness.end("penalised").cached_tokens == 0
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 100, 128])
@@ -129,7 +167,7 @@ def test_another_salt_shares_nothing(make_harness):
     prompt = prompt_of(130)
     run(harness, "a", prompt, max_tokens=2, cache_salt="tenant a")
     assert run(harness, "b", prompt, max_tokens=2, cache_salt="tenant b").cached_tokens == 0
-    assert run(harness, "c", prompt, max_tokens=2, cache_salt="tenant a").cached_tokens == 128
+    assert run(harness, "c", prompt, max_tokens=2, cache_salt="tenant a").cached_tokens == 130
 
 
 def test_disabled_cache_keeps_nothing(make_harness):
@@ -171,7 +209,7 @@ def test_cancelled_request_lets_go_of_its_prefix(make_harness):
     harness.step()
     harness.controller.cancel("later")
     harness.run_until_idle()
-    assert run(harness, "last", prompt, max_tokens=3).cached_tokens == 64
+    assert run(harness, "last", prompt, max_tokens=3).cached_tokens == 100
     harness.assert_all_free()
 
 
