@@ -183,10 +183,10 @@ BAD = {
     "unknown_parameter": (CHAT, {"messages": HELLO, "tempature": 1}, 400, None, "tempature"),
     "unbuilt_parameter": (
         CHAT,
-        {"messages": HELLO, "logprobs": True},
+        {"messages": HELLO, "response_format": {"type": "json_object"}},
         400,
         "unsupported_parameter",
-        "logprobs",
+        "response_format",
     ),
     "stop_number": (CHAT, {"messages": HELLO, "stop": 7}, 400, None, "stop"),
     "stop_empty": (CHAT, {"messages": HELLO, "stop": [""]}, 400, None, "stop"),
