@@ -63,6 +63,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
             at most MAX_TOP_LOGPROBS; -1 = none are reported (contract: K4).
         seen: bit t % 8 of byte t // 8 set = token t occurs in the part of the prompt that a restore
             brings; needed under repetition != 1, since no program consumes that part.
+        coupled: every token is the target's own draw with noise keyed by seed, position and token
+            id: the text does not depend on drafts, widths or neighbours (contract: S8).
         generated_from: position from which prefilled tokens count as generated (resume after
             preemption); ALWAYS = all of them are prompt.
     """
@@ -84,6 +86,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int = -1
     seen: bytes = b""
+    coupled: bool = False
     generated_from: int = ALWAYS
 
     @property

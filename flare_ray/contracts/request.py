@@ -29,6 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    reproducible: bool = False
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +44,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
         logit_bias: (token, addend).
         min_tokens: generated tokens before which neither EOS nor a stop may end the output.
         bad_words: token sequences that the output may not contain.
+        reproducible: position-keyed draws (contract: S8).
     """
 
     temperature: float
@@ -56,6 +58,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    reproducible: bool = False
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -225,6 +225,7 @@ class Planner:
             bad_words=sampling.bad_words,
             top_logprobs=request.top_logprobs,
             seen=self._seen(live),
+            coupled=sampling.reproducible,
         )
 
     def _seen(self, live: LiveRequest) -> bytes:

@@ -123,6 +123,7 @@ def _sampling_spec(
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
         min_tokens=params.min_tokens,
         bad_words=_bad_words(params.bad_words, vocab_size),
+        reproducible=params.reproducible,
     )
 
 

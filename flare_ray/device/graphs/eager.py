@@ -46,6 +46,7 @@ ALL_FILTERS = FilterBounds(
     max_rules=1,
     max_bad_words=1,
     max_top_logprobs=1,
+    any_coupled=True,
 )
 
 

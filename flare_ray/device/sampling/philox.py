@@ -1,8 +1,8 @@
 """Philox4x32-10 in torch: the random stream that CPU and GPU samplers share (contract: S4, S5).
 
-Draw n of key k is word n % 4 of the block with counter (n // 4 as 64 bits, subsequence 0 as 64
-bits), mapped to a float32 in (0, 1] by x * 2**-32 + 2**-33. This is the law of curand_init(k, 0,
-n), verified against compiled FlashInfer samplers.
+Draw n of key k is word n % 4 of the block with counter (n // 4 as 64 bits, subsequence as 64 bits;
+0 but for position-keyed noise), mapped to a float32 in (0, 1] by x * 2**-32 + 2**-33. This is the
+law of curand_init(k, 0, n), verified against compiled FlashInfer samplers.
 
 Source: Salmon, Moraes, Dror, Shaw 2011; the float mapping is curand's.
 """
@@ -40,21 +40,25 @@ def _round_keys(keys: Tensor, steps: Tensor) -> Tensor:
     return (words + steps) & _MASK32
 
 
-def blocks(keys: Tensor, first: Tensor, count: int) -> Tensor:
+def blocks(keys: Tensor, first: Tensor, count: int, subsequence: Tensor | None = None) -> Tensor:
     """Raw 32-bit words of `count` consecutive Philox blocks.
 
     Args:
         keys: [B] int64, the 64-bit key read as signed.
         first: [B] int64, first block index (offset // 4), >= 0.
         count: static number of blocks.
+        subsequence: [B] int64, >= 0; None = 0.
     Returns:
         [B, 4 * count] int64, each in [0, 2**32).
     """
     steps, multipliers = _constants(keys.device)
     schedule = _round_keys(keys, steps)
     index = first.view(-1, 1) + torch.arange(count, device=keys.device, dtype=torch.int64)
-    even = torch.stack((index & _MASK32, torch.zeros_like(index)))  # words 0 and 2
-    odd = torch.stack(((index >> 32) & _MASK32, torch.zeros_like(index)))  # words 1 and 3
+    other = torch.zeros_like(index)
+    if subsequence is not None:
+        other = other + subsequence.view(-1, 1)
+    even = torch.stack((index & _MASK32, other & _MASK32))  # words 0 and 2
+    odd = torch.stack(((index >> 32) & _MASK32, (other >> 32) & _MASK32))  # words 1 and 3
     for step in range(_ROUNDS):
         # The product wraps as signed 64-bit; its bit pattern, hence both halves, is still right.
         product = even * multipliers

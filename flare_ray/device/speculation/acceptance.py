@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.sampling.chain import draw, verify_chain
+from flare_ray.device.sampling.coupled import Coupling, coupled_draws
 from flare_ray.device.sampling.filters import FilterParams, target_probs
 from flare_ray.device.sampling.masks import apply_token_mask
 from flare_ray.device.speculation.lanes import Draws
@@ -64,15 +65,30 @@ def accept_chain(
     uniforms = torch.where(none_offered, draws.sample, draws.accept)
     width = logits.shape[1]
     accepted, token = verify_chain(p, q, drafts, offered, uniforms[:, : width + 1])
+    if draws.coupling is not None:
+        # The text is the target's own draws; drafts only say how many of them are known already.
+        own = coupled_draws(p, draws.coupling)
+        equal = drafts == own[:, :-1]
+        equal &= torch.arange(width - 1, device=p.device) < offered.unsqueeze(1)
+        count = equal.to(torch.int64).cumprod(-1).sum(-1)
+        accepted = torch.where(draws.coupling.lanes, count, accepted)
+        last = own.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        token = torch.where(draws.coupling.lanes, last, token)
     rows = torch.arange(width, device=logits.device)
     padded = torch.nn.functional.pad(drafts, (0, 1))
     tokens = torch.where(rows == accepted.unsqueeze(1), token.unsqueeze(1), padded)
     return Verdict(accepted, tokens, torch.ones_like(accepted, dtype=torch.bool))
 
 
-def sample_rows(logits: Tensor, *, params: FilterParams, draws: Tensor) -> Tensor:
-    """[B] int64, one draw per lane from logits [B, 1, V] with uniforms [B]."""
-    return draw(target_probs(logits, params)[:, 0], draws)
+def sample_rows(
+    logits: Tensor, *, params: FilterParams, draws: Tensor, coupling: Coupling | None = None
+) -> Tensor:
+    """[B] int64, one draw per lane from logits [B, 1, V] with uniforms [B], or by position."""
+    p = target_probs(logits, params)
+    token = draw(p[:, 0], draws)
+    if coupling is None:
+        return token
+    return torch.where(coupling.lanes, coupled_draws(p, coupling)[:, 0], token)
 
 
 def masked_logits(logits: Tensor, masks: MaskRows | None) -> Tensor:

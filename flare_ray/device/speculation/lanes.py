@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.sampling.coupled import Coupling
 from flare_ray.device.sampling.filters import FilterParams
 from flare_ray.device.sampling.philox import uniforms
 from flare_ray.device.speculation.inputs import FilterBounds, HostFacts
@@ -33,6 +34,7 @@ class Lanes:
         fields: the first columns of `core`, [B] each.
         params: sampling parameters, [B] each.
         page_table: [B, C] int64.
+        coupled: [B] bool, lanes of the reproducible mode; None where the host knows of none.
     """
 
     active: Tensor
@@ -42,6 +44,7 @@ class Lanes:
     fields: tuple[Tensor, ...]
     params: FilterParams
     page_table: Tensor
+    coupled: Tensor | None = None
 
     def field(self, name: Core) -> Tensor:
         """[B] int64, one field of the lanes' request state; KEYS and EOS are read from `core`."""
@@ -91,25 +94,38 @@ def open_lanes(request: RequestState, planned: Planned, phase: Phase, facts: Hos
         any_min_p=bounds.any_min_p,
     )
     table = request.page_table[:, : facts.context_pages].index_select(0, slots)
-    return Lanes(active, slots, planned.epoch, core, fields, params, table)
+    coupled = sampling[:, Sampling.COUPLED] > 0 if bounds.any_coupled else None
+    return Lanes(active, slots, planned.epoch, core, fields, params, table, coupled)
 
 
 @dataclass(slots=True)
 class Draws:
-    """Uniforms of one round: draft [B, D], accept [B, D + 2], sample [B, 1], each float32."""
+    """Uniforms of one round: draft [B, D], accept [B, D + 2], sample [B, 1], each float32.
+
+    coupling: of the lanes that draw by position instead; None where there are none.
+    """
 
     draft: Tensor
     accept: Tensor
     sample: Tensor
+    coupling: Coupling | None = None
+
+
+def coupling_of(lanes: Lanes, first: Tensor) -> Coupling | None:
+    """The position-keyed draws of lanes whose first row has position `first` [B]."""
+    if lanes.coupled is None:
+        return None
+    return Coupling(lanes.coupled, lanes.core[:, KEYS][:, RngDomain.SAMPLE], first)
 
 
 def round_draws(lanes: Lanes, depth: int) -> Draws:
     """All uniforms a round may use, from draw 12 N of each domain in one call (contract: S5)."""
     offset = lanes.field(Core.CONSUMED) * OFFSET_STRIDE
     keys = lanes.core[:, KEYS]
+    coupling = coupling_of(lanes, lanes.field(Core.CONSUMED))
     if depth == 0:
         none = keys.new_zeros((0,), dtype=torch.float32)
-        return Draws(none, none, uniforms(keys[:, RngDomain.SAMPLE], offset, 1))
+        return Draws(none, none, uniforms(keys[:, RngDomain.SAMPLE], offset, 1), coupling)
     keys = keys[:, :DEVICE_DOMAINS].reshape(-1)
     offsets = offset.unsqueeze(1).expand(-1, DEVICE_DOMAINS).reshape(-1)
     drawn = uniforms(keys, offsets, depth + 2).view(-1, DEVICE_DOMAINS, depth + 2)
@@ -117,4 +133,5 @@ def round_draws(lanes: Lanes, depth: int) -> Draws:
         drawn[:, RngDomain.DRAFT, :depth],
         drawn[:, RngDomain.ACCEPT],
         drawn[:, RngDomain.SAMPLE],
+        coupling,
     )

@@ -38,7 +38,7 @@ from flare_ray.device.speculation.commit import (
     save_tail,
 )
 from flare_ray.device.speculation.inputs import ChunkField, HostFacts, PrefillInputs
-from flare_ray.device.speculation.lanes import Lanes, Planned, open_lanes
+from flare_ray.device.speculation.lanes import Lanes, Planned, coupling_of, open_lanes
 from flare_ray.device.speculation.logits import adjusted_logits, count_consumed, count_emitted
 from flare_ray.device.speculation.record import Emission, write_record
 from flare_ray.device.speculation.round import Model
@@ -201,9 +201,9 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     consumed = lanes.field(Core.CONSUMED) + rows.lengths
     offset = (consumed - 1).clamp_(min=0) * OFFSET_STRIDE
     draws = uniforms(lanes.core[:, KEYS][:, RngDomain.SAMPLE], offset, 1)[:, 0]
-    token = torch.where(
-        sampled, sample_rows(logits, params=lanes.params, draws=draws), given.clamp(min=0)
-    )
+    coupling = coupling_of(lanes, (consumed - 1).clamp_(min=0))
+    drawn = sample_rows(logits, params=lanes.params, draws=draws, coupling=coupling)
+    token = torch.where(sampled, drawn, given.clamp(min=0))
     return FirstToken(token, final, sampled, healthy)
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.sampling.chain import draw
+from flare_ray.device.sampling.coupled import coupled_draws
 from flare_ray.device.sampling.filters import FilterParams, draft_probs
+from flare_ray.device.speculation.lanes import Draws
 
 
 class Proposals:
@@ -21,14 +23,14 @@ class Proposals:
     Args:
         q: [B, D, V] float32 scratch, overwritten.
         params: the lanes' sampling parameters.
-        draws: [B, D] float32.
+        draws: the round's; their `draft` [B, D] float32, or `coupling`.
         copies: [B, D] int64 copy tokens, -1 = none; None where the execution has none.
     Attributes:
         tokens: proposed tokens by depth, each [B] int64.
     """
 
     def __init__(
-        self, q: Tensor, params: FilterParams, draws: Tensor, copies: Tensor | None
+        self, q: Tensor, params: FilterParams, draws: Draws, copies: Tensor | None
     ) -> None:
         self.q = q
         self.tokens: list[Tensor] = []
@@ -40,7 +42,11 @@ class Proposals:
         """Proposed tokens [B] int64 at `depth` from logits [B, V] float32; keeps their q."""
         kept = self.q[:, depth]
         kept.copy_(draft_probs(logits, self._params))
-        token = draw(kept, self._draws[:, depth])
+        token = draw(kept, self._draws.draft[:, depth])
+        coupling = self._draws.coupling
+        if coupling is not None:
+            own = coupled_draws(kept.unsqueeze(1), coupling, depth)[:, 0]
+            token = torch.where(coupling.lanes, own, token)
         if self._copies is not None:
             copy = self._copies[:, depth]
             is_copy = copy >= 0

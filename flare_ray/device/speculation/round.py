@@ -150,7 +150,7 @@ def _draft(
     lanes, depth = stage.lanes, shape.draft_tokens
     planned = inputs.lanes
     copies = planned[:, LaneField.COPIES :] if stage.facts.copies and depth else None
-    sink = Proposals(scratch.q, lanes.params, stage.draws.draft, copies)
+    sink = Proposals(scratch.q, lanes.params, stage.draws, copies)
     if shape.speculation:
         _propose(model, lanes, sink, depth)
     room = torch.minimum(planned[:, LaneField.CEILING], lanes.field(Core.BUDGET) - 1)
@@ -213,7 +213,9 @@ def _accept(
     healthy = healthy_lanes(logits, work.rows.valid)
     params, width = work.lanes.params, logits.shape[1]
     if width == 1:
-        token = sample_rows(logits, params=params, draws=work.draws.sample[:, 0])
+        token = sample_rows(
+            logits, params=params, draws=work.draws.sample[:, 0], coupling=work.draws.coupling
+        )
         return Verdict(torch.zeros_like(token), token.unsqueeze(1), healthy)
     verdict = accept_chain(
         logits,

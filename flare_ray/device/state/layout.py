@@ -69,6 +69,7 @@ class Sampling(enum.IntEnum):
     REPETITION = 3
     PRESENCE = 4
     FREQUENCY = 5
+    COUPLED = 6
 
 
 class Rule(enum.IntEnum):

@@ -54,6 +54,7 @@ class SlotView:
     num_rules: int = 0
     num_bad_words: int = 0
     top_logprobs: int = -1
+    coupled: bool = False
     pages: int = 0
     consumed: int = 0
     published: int = 0
@@ -317,6 +318,7 @@ def _fresh(init: SlotInit) -> SlotView:
         num_rules=len(init.rules),
         num_bad_words=len(init.bad_words),
         top_logprobs=init.top_logprobs,
+        coupled=init.coupled,
         budget=init.budget,
         ended=False,
     )

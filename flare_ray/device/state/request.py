@@ -33,7 +33,7 @@ class RequestState:
 
     Attributes:
         core: [S + 1, CORE_FIELDS] int64, fields of `Core`.
-        sampling: [S + 1, 6] float32, fields of `Sampling`.
+        sampling: [S + 1, 7] float32, fields of `Sampling`.
         page_table: [S + 1, columns] int64, 0 = the null page.
         tail: [S + 1, H] h[N-1], the feedback row that the next drafting round starts from; None
             where no drafter state is kept.
@@ -79,6 +79,7 @@ class RequestState:
                 init.repetition,
                 init.presence,
                 init.frequency,
+                init.coupled,
             ]
         )
         self.logits.init_slot(init)

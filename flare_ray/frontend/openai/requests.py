@@ -55,6 +55,7 @@ class _GenerationBody(_Model):
     logit_bias: dict[str, float] | None = None
     min_tokens: int | None = None
     bad_words: list[str] | None = None
+    reproducible: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
@@ -121,6 +122,7 @@ class _GenerationBody(_Model):
             logit_bias=_bias(self.logit_bias or {}),
             min_tokens=self.min_tokens or 0,
             bad_words=bad_words,
+            reproducible=bool(self.reproducible),
         )
 
 

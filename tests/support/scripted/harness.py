@@ -130,6 +130,7 @@ class Sampling:
     rules: tuple[LogitRule, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int = -1
+    coupled: bool = False
 
 
 GREEDY = Sampling()
@@ -218,6 +219,7 @@ class Driver:
             rules=sampling.rules,
             bad_words=sampling.bad_words,
             top_logprobs=sampling.top_logprobs,
+            coupled=sampling.coupled,
         )
         return request, init, PageGrant(slot, 0, pages)
 

@@ -454,3 +454,12 @@ def test_every_visible_token_comes_with_its_own_score(make_harness, top, stop):
         assert [score.logprob for score in delta.scores] == [-t / 8 for t in delta.tokens]
         for token, score in zip(delta.tokens, delta.scores, strict=True):
             assert score.top_ids == tuple(token + place for place in range(1, top + 1))
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_reproducible_requests_are_handed_over_as_such(make_harness, mode):
+    harness = make_harness()
+    sampling = msgspec.structs.replace(GREEDY, reproducible=mode)
+    harness.submit("r", max_tokens=3, sampling=sampling)
+    harness.run_until_idle()
+    assert [init.coupled for plan in harness.channel.plans for init in plan.inits] == [mode]

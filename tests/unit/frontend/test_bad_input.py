@@ -103,6 +103,7 @@ def test_unknown_model_is_404(api, call, stream):
         ({"logprobs": False, "top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"reproducible": 1}, "reproducible"),
         ({"n": 0}, "n"),
         ({"n": -1}, "n"),
         ({"n": 65}, "n"),

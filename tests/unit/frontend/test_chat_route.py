@@ -319,3 +319,10 @@ def test_chat_choices_share_the_prompt_and_stream_side_by_side(api):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert mine[0]["delta"]["role"] == "assistant"
         assert [c["finish_reason"] for c in mine] == [*[None] * (len(mine) - 1), "stop"]
+
+
+def test_reproducible_mode_reaches_the_engine_on_request(api):
+    for fields in ({}, {"reproducible": False}, {"seed": 3}, {"reproducible": True, "seed": 3}):
+        assert api.chat(**fields).status_code == 200
+    modes = [request.sampling.reproducible for request in api.client.requests]
+    assert modes == [False, False, False, True]
