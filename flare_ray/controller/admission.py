@@ -174,6 +174,8 @@ class Admission:
         admitted = []
         while self.waiting and self.slots.free:
             live = self.waiting[0]
+            if self.snapshots.is_in_the_making(live, self.running.values()):
+                break
             if not self._reserve(live):
                 break
             del self.waiting[0]

@@ -125,6 +125,11 @@ class PrefixIndex:
         """Number of published snapshots."""
         return sum(map(len, self._by_pages.values()))
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there are rows at all."""
+        return self._rows > 0
+
     def bytes_of(self, snapshot: Snapshot) -> int:
         """Bytes on one rank, pages that others hold too included."""
         return self.row_bytes + self._page_bytes * len(snapshot.pages)

@@ -65,19 +65,35 @@ class Snapshots:
     # Admission.
 
     def find(self, live: LiveRequest) -> Snapshot | None:
-        """The longest usable prefix of a waiting request, pinned.
-
-        A repetition penalty reads counts of the prompt, which prefill makes and no snapshot holds;
-        such a request consumes its whole prompt.
-        """
-        if live.request.sampling.repetition_penalty != 1.0:
-            return None
+        """The longest usable prefix of a waiting request, pinned."""
         left = 0 if self._resumes else 1
         limit = min(len(live.request.prompt_tokens) - left, MAX_SHARED_PAGES * PAGE_TOKENS)
         snapshot = self.index.find(live.chain, limit)
         if snapshot is not None:
             self.index.pin(snapshot)
         return snapshot
+
+    def is_in_the_making(self, live: LiveRequest, running: Iterable[LiveRequest]) -> bool:
+        """Whether a running request is about to leave a snapshot that saves `live` a page at least.
+
+        So branches of one prompt that arrive together consume it once. The wait ends with that
+        prompt's prefill, whatever becomes of its snapshot.
+        """
+        if not self.index.holds_any:
+            return False
+        prompt = len(live.request.prompt_tokens)
+        places: list[int] = []
+        for other in running:
+            whole = len(other.request.prompt_tokens)
+            for end in (_last_boundary(other), whole):
+                ahead = other.consumed_tokens < end <= prompt
+                if ahead and other.chain.key(end) == live.chain.key(end):
+                    places.append(end)
+        if not places:
+            return False
+        limit = prompt - (0 if self._resumes else 1)
+        found = self.index.find(live.chain, limit)
+        return min(max(places), limit) - (found.tokens if found else 0) >= PAGE_TOKENS
 
     def unpin(self, snapshot: Snapshot) -> None:
         """A found snapshot is not used after all."""

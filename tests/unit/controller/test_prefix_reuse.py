@@ -75,16 +75,6 @@ def test_several_whole_prompts_share_one_resume(make_harness):
     assert kinds.count(GraphKind.RESUME) < 4
 
 
-def test_repetition_penalty_consumes_the_whole_prompt(make_harness):
-    harness = make_harness()
-    prompt = prompt_of(100)
-    run(harness, "root", prompt, max_tokens=1)
-    sampling = msgspec.structs.replace(GREEDY, repetition_penalty=1.2)
-    harness.submit("penalised", prompt, max_tokens=5, sampling=sampling)
-    harness.run_until_idle()
-    assert harness.end("penalised").cached_tokens == 0
-
-
 @pytest.mark.parametrize("length", [1, 5, 64, 100, 128])
 def test_longer_prompt_is_restored_from_the_end_of_a_shorter_one(make_harness, length):
     harness = make_harness()
@@ -159,6 +149,44 @@ def test_branches_share_pages_while_they_run(make_harness):
         expected = harness.expected((*prompt, 2, number), 30)
         assert harness.tokens(f"b{number}") == expected
         assert harness.end(f"b{number}").cached_tokens == 320
+    harness.assert_all_free()
+
+
+@pytest.mark.parametrize("length", [64, 100, 128, 300])
+def test_equal_prompts_that_arrive_together_are_consumed_once(make_harness, length):
+    harness = make_harness(manifest=make_manifest(prefill_tokens=96))
+    prompt = prompt_of(length)
+    for name in "abcd":
+        harness.submit(name, prompt, max_tokens=20)
+    harness.run_until_idle()
+    assert harness.end("a").cached_tokens == 0
+    # they do not wait for less than a page more than the last boundary saves
+    assert all(harness.end(name).cached_tokens >= length // 64 * 64 for name in "bcd")
+    for name in "abcd":
+        assert harness.tokens(name) == harness.expected(prompt, 20)
+    harness.assert_all_free()
+
+
+def test_branches_that_arrive_together_consume_their_prefix_once(make_harness):
+    harness = make_harness(manifest=make_manifest(prefill_tokens=96))
+    root = prompt_of(192)
+    for number in range(4):
+        harness.submit(f"b{number}", (*root, number), max_tokens=5)
+    harness.run_until_idle()
+    assert [harness.end(f"b{n}").cached_tokens for n in range(4)] == [0, 192, 192, 192]
+
+
+def test_wait_for_a_prefix_ends_when_its_request_is_cancelled(make_harness):
+    harness = make_harness()
+    prompt = prompt_of(900)
+    harness.submit("leader", prompt, max_tokens=5)
+    harness.step(2)
+    harness.submit("follower", prompt, max_tokens=5)
+    harness.step(2)
+    assert harness.controller.stats().waiting == 1
+    harness.controller.cancel("leader")
+    harness.run_until_idle()
+    assert harness.tokens("follower") == harness.expected(prompt, 5)
     harness.assert_all_free()
 
 
