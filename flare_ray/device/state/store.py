@@ -76,11 +76,13 @@ class StateStore:
         self.state_bytes = sum(t.nbytes for t in made.values()) - self.page_bytes
 
     def _allocate(self, allocation: Allocation) -> Tensor:
-        return torch.zeros(
+        # Written, so that it is resident from the start: zeros on CPU would be mapped page by page
+        # as requests reach them, and a host without the memory would fail in mid-service.
+        return torch.empty(
             allocation.shape,
             dtype=TORCH_DTYPE[allocation.dtype],
             device=self.limits.device,
-        )
+        ).zero_()
 
     def init_slot(self, init: SlotInit) -> None:
         """Give a slot to a request: its state rows become those of an empty history.
