@@ -138,8 +138,9 @@ def test_resumed_request_goes_on_as_if_it_had_never_stopped(feature, after):
 PREFIX = (3, 1, 3, 9, 11)
 
 
-def restored(sampling: Sampling, seen: bytes) -> Request:
-    """PREFIX is captured from one request and restored into another, which goes on with (2,)."""
+def restored(sampling: Sampling, seen: bytes, tail: tuple[int, ...] = (2,)) -> Request:
+    """PREFIX is captured from one request and restored into another, which goes on with `tail`;
+    without one its first token comes from the saved head input."""
     driver = Driver(scripted_rank(GREEDY, Setup(snapshot_rows=2)))
     first, init, grant = driver.open(PREFIX, 0)
     shape = driver.shape(GraphKind.PREFILL, 1, 0, True)
@@ -149,10 +150,12 @@ def restored(sampling: Sampling, seen: bytes) -> Request:
     driver.submit(
         RoundPlan(next(number), shape, (init,), (grant,), (), (lane,), 1, captures=(kept,))
     )
-    second, init, grant = driver.open((*PREFIX, 2), 1, budget=30, sampling=sampling)
+    second, init, grant = driver.open((*PREFIX, *tail), 1, budget=30, sampling=sampling)
     init = msgspec.structs.replace(init, seen=seen)
-    lane = PrefillLane(1, second.epoch, len(PREFIX), (2,), True)
+    lane = PrefillLane(1, second.epoch, len(PREFIX), tail, True)
     move = SlotRestore(1, second.epoch, 1, len(PREFIX), first.pages[0], second.pages[0])
+    if not tail:
+        shape = driver.shape(GraphKind.RESUME, 1, 1, True)
     plan = RoundPlan(next(number), shape, (init,), (grant,), (), (lane,), 1, restores=(move,))
     driver._note([second], driver.submit(plan))
     while not second.ended:
@@ -160,11 +163,23 @@ def restored(sampling: Sampling, seen: bytes) -> Request:
     return second
 
 
-@pytest.mark.parametrize("feature", ["all", "repetition", "presence"])
-def test_restored_prefix_is_penalised_as_if_it_had_been_consumed(feature):
+@pytest.mark.parametrize("tail", [(), (2,)])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_restored_prefix_is_treated_as_if_it_had_been_consumed(feature, tail):
     sampling = Sampling(**FEATURES[feature])
-    request = restored(sampling, seen_bits(PREFIX, GREEDY.vocab_size))
+    request = restored(sampling, seen_bits(PREFIX, GREEDY.vocab_size), tail)
     assert request.tokens == greedy_text(GREEDY, sampling, request.prompt, 30)
+
+
+@pytest.mark.parametrize("tail", [(), (2,)])
+def test_restored_prefix_changes_no_reproducible_text_and_no_score(tail):
+    sampling = Sampling(0.9, 0, seed=5, coupled=True, top_logprobs=2, **FEATURES["all"])
+    warm = restored(sampling, seen_bits(PREFIX, GREEDY.vocab_size), tail)
+    cold = Driver(scripted_rank(GREEDY)).generate(
+        (*PREFIX, *tail), width=1, budget=30, sampling=sampling
+    )
+    assert warm.tokens == cold.tokens
+    assert b"".join(r.scores for r in warm.records) == b"".join(r.scores for r in cold.records)
 
 
 def test_restore_that_hides_the_prompt_from_a_repetition_penalty_is_refused():
