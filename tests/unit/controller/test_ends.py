@@ -3,9 +3,13 @@
 import pytest
 
 from flare_ray.contracts.messages import Failed, Finished
+from flare_ray.contracts.record import Status
+from flare_ray.controller.verification.adaptive import AdaptivePolicy
 from flare_ray.errors import InvalidRequest, RankFailure
-from tests.support.fake_channel import accepts_up_to, make_manifest
+from tests.support.fake_channel import accepts_up_to, listed_script, make_manifest
 from tests.unit.controller.conftest import first_item
+
+EOS = 0
 
 # Cancellation, deadlines, overload.
 
@@ -208,3 +212,28 @@ def test_nonfinite_logits_end_one_request_and_spare_the_others(make_harness):
     assert harness.tokens("bad") == harness.expected((1,), 9)
     assert harness.tokens("good") == harness.expected((2,), 50)
     harness.assert_all_free()
+
+
+def test_round_behind_everyones_last_one_is_not_priced(make_harness, monkeypatch):
+    prompt = (9, 9)
+    harness = make_harness(
+        manifest=make_manifest(eos_ids=(EOS,)), script=listed_script({prompt: [5, 6, 7, EOS]})
+    )
+    answered, priced = [], []
+    receive, observe = harness.channel.receive, AdaptivePolicy.observe
+
+    def noted(timeout_s):
+        result = receive(timeout_s)
+        if result is not None:
+            answered.append(any(lane.status & Status.ACTIVE for lane in result.lanes))
+        return result
+
+    monkeypatch.setattr(harness.channel, "receive", noted)
+    monkeypatch.setattr(
+        AdaptivePolicy, "observe", lambda *a: priced.append(a[1].lanes) or observe(*a)
+    )
+    harness.submit("r", prompt, max_tokens=40)
+    harness.run_until_idle()
+    assert answered.count(False) == harness.config.queue_depth - 1
+    assert priced
+    assert all(any(lane.status & Status.ACTIVE for lane in lanes) for lanes in priced)
