@@ -31,8 +31,10 @@ def attend(queries, cache, places, bias, scores, out):
                 if bias[n] == 0.0:
                     scores[a, n] = np.exp(scores[a, n] - highest)
                     total += scores[a, n]
+            # A row that sees nothing attends to nothing.
+            scale = np.float32(1.0) / total if total > 0.0 else np.float32(0.0)
             for n in range(count):
-                scores[a, n] /= total
+                scores[a, n] *= scale
             out[first + a] = np.float32(0.0)
         for n in range(count):
             if bias[n] == 0.0:
@@ -65,11 +67,43 @@ def _run(query, cache, read, bias, out, lanes, width, heads, dim, count, rows):
             )
 
 
+@kernel("iiiiiiiii")
+def _run_listed(query, cache, index, out, lines, heads, dim, count, rows):
+    queries = matrix(query, lines * heads, dim, np.float32)
+    results = matrix(out, lines * heads, dim, np.float32)
+    latents = matrix(cache, rows, dim, np.float32)
+    listed = matrix(index, lines, count, np.int64)
+    scores, shown = np.empty((4, count), np.float32), np.empty(count, np.float32)
+    for line in range(lines):
+        for n in range(count):
+            shown[n] = 0.0 if listed[line, n] >= 0 else -np.inf
+        part = slice(line * heads, (line + 1) * heads)
+        attend(queries[part], latents, listed[line], shown, scores, results[part])
+
+
+def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:
+    """As `api.indexed_attention`, float32, heads a multiple of four."""
+    lines, heads, dim = query.shape
+    query, index = query.contiguous().mul(scale), index.contiguous()
+    out = torch.empty_like(query)
+    _run_listed(
+        query.data_ptr(),
+        cache.data_ptr(),
+        index.data_ptr(),
+        out.data_ptr(),
+        lines,
+        heads,
+        dim,
+        index.shape[1],
+        cache.shape[0],
+    )
+    return out
+
+
 def causal_attention(
     query: Tensor, cache: Tensor, read: Tensor, bias: Tensor, *, scale: float
 ) -> Tensor:
-    """As `api.causal_attention`, float32, heads a multiple of four; a row that sees nothing gives
-    NaN, as its softmax does."""
+    """As `api.causal_attention`, float32, heads a multiple of four."""
     lanes, width, heads, dim = query.shape
     query = query.contiguous().mul(scale)
     out = torch.empty_like(query)
