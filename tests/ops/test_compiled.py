@@ -1,0 +1,183 @@
+"""Compiled CPU operators against the torch forms that CUDA runs, and those against the same."""
+
+import pytest
+import torch
+
+from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape
+from flare_ray.device.ops.indexed_attention import numba as attention
+from flare_ray.device.ops.indexed_attention import reference as plain_attention
+from flare_ray.device.ops.kda import api as kda
+from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
+from flare_ray.device.ops.linear import numba as linear
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.rmsnorm.api import RmsNorm
+from flare_ray.device.ops.router import numba as router
+from flare_ray.device.ops.router import reference as plain_router
+from flare_ray.device.sampling import numba as filters
+from flare_ray.device.sampling.filters import nucleus_mask
+
+TOLERANCE = 2e-5
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(got, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def bfloat16_values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).to(torch.bfloat16).to(torch.float32)
+
+
+@pytest.mark.parametrize("rows", range(1, 10))
+@pytest.mark.parametrize(("columns", "depth"), [(1, 5), (7, 16), (24, 33), (64, 128)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_few_row_product_equals_the_plain_one(rows, columns, depth, exact):
+    weight = bfloat16_values(columns, depth) if exact else torch.randn(columns, depth)
+    stored = linear.stored(weight)
+    assert stored.dtype == (torch.bfloat16 if exact else torch.float32)
+    wide = torch.randn(rows, depth + 3)
+    assert close(linear.multiply(wide[:, 1:-2], stored), wide[:, 1:-2] @ weight.t())
+
+
+def test_a_rows_product_is_the_same_beside_any_neighbours():
+    weight, x = linear.stored(bfloat16_values(24, 40)), torch.randn(9, 40)
+    alone = [linear.multiply(x[row : row + 1], weight) for row in range(9)]
+    assert close(linear.multiply(x, weight), torch.cat(alone))
+
+
+@pytest.mark.parametrize("columns", [slice(0, 24), slice(5, 29)])
+def test_norm_of_a_view_equals_the_torch_form(columns):
+    op, x = RmsNorm(torch.randn(24), eps=1e-5), torch.randn(6, 40)[:, columns]
+    compiled = op(x)
+    op._compiled = None
+    assert close(compiled, op(x))
+    assert op(x[:0]).shape == (0, 24)
+
+
+@pytest.mark.parametrize("streams", [2, 4])
+def test_stream_mixing_equals_the_torch_form(streams):
+    rows = (2 + streams) * streams
+    shape = SinkhornShape(iterations=20, eps=1e-6, norm_eps=1e-5)
+    site = HyperConnection(
+        torch.randn(rows, streams * 16) * 0.1,
+        torch.randn(rows),
+        torch.rand(3),
+        streams=streams,
+        shape=shape,
+    )
+    state = torch.randn(5, streams, 16)
+    x, mix = site.mix_in(state)
+    site._site = None
+    wanted_x, wanted = site.mix_in(state)
+    assert close(x, wanted_x) and close(mix.post, wanted.post) and close(mix.mix, wanted.mix)
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_rounds_states_and_outputs_equal_the_torch_form(width, monkeypatch):
+    rule = DeltaRule(max_width=8, lower_bound=-5.0)
+    rows = DeltaRows(
+        torch.randn(2, width, 3, 2, 16), -5 * torch.rand(2, width, 2, 16), torch.rand(2, width, 2)
+    )
+    states = torch.randn(20, 2, 16, 16)
+    # The second lane starts from a row that it overwrites.
+    write = torch.cat((torch.arange(width), 10 + torch.arange(width)))
+    results = []
+    for compiled in (True, False):
+        monkeypatch.setattr(kda, "_compiles", lambda saved, compiled=compiled: compiled)
+        saved = SavedStates(states.clone(), torch.tensor([9, 10]), write)
+        results.append((rule.round(rows, saved), saved.rows))
+    assert close(results[0][0], results[1][0]) and close(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("cut", [1, 7, 32, 40])
+def test_prefill_does_not_depend_on_its_chunks_in_any_bit_and_equals_the_torch_form(
+    cut, monkeypatch
+):
+    rule = DeltaRule(max_width=8, lower_bound=-5.0)
+    qkv, decay = torch.randn(1, 41, 3, 2, 16), -5 * torch.rand(1, 41, 2, 16)
+    beta, states, row = torch.rand(1, 41, 2), torch.randn(3, 2, 16, 16), torch.tensor([1])
+
+    def run(states, *parts):
+        saved = SavedStates(states.clone(), row, row)
+        outputs = [
+            rule.prefill(
+                DeltaRows(qkv[:, part], decay[:, part], beta[:, part]),
+                saved,
+                torch.ones(1, part.stop - part.start, dtype=torch.bool),
+            )
+            for part in parts
+        ]
+        return torch.cat(outputs, 1), saved.rows
+
+    whole = run(states, slice(0, 41))
+    pieces = run(states, slice(0, cut), slice(cut, 41))
+    assert torch.equal(whole[0], pieces[0]) and torch.equal(whole[1], pieces[1])
+    monkeypatch.setattr(kda, "_compiles", lambda saved: False)
+    plain = run(states, slice(0, 41))
+    assert close(whole[0], plain[0]) and close(whole[1], plain[1])
+
+
+def test_hidden_and_unlisted_rows_of_attention_are_never_read():
+    query, cache = torch.randn(3, 4, 16), torch.full((40, 16), float("nan"))
+    cache[:20] = torch.randn(20, 16)
+    index = torch.randint(0, 20, (3, 30))
+    index[:, 25:] = -1
+    index[1] = -1
+    got = attention.indexed_attention(query, cache, index, scale=0.3)
+    assert close(got, plain_attention.indexed_attention(query, cache, index, scale=0.3))
+    assert not got[1].any()
+
+
+def test_causal_attention_equals_the_torch_form():
+    query, cache = torch.randn(2, 3, 8, 16), torch.randn(64, 16)
+    read = torch.randint(0, 64, (2 * 24,))
+    bias = torch.zeros(2, 3, 24).masked_fill_(torch.rand(2, 3, 24) < 0.4, float("-inf"))
+    bias[:, :, 0] = 0.0
+    taken = cache.index_select(0, read).view(2, 24, 16)
+    wanted = plain_attention.causal_attention(query, taken, bias, scale=0.3)
+    assert close(attention.causal_attention(query, cache, read, bias, scale=0.3), wanted)
+
+
+@pytest.mark.parametrize(("experts", "shared"), [(8, 1), (8, 0), (24, 2)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_chosen_experts_equal_the_torch_form(experts, shared, exact):
+    make = bfloat16_values if exact else torch.randn
+    weights = ExpertWeights(make(experts + shared, 24, 16), make(experts + shared, 12, 16))
+    op = Experts(weights, shared=shared, top_k=2, limit=1.5)
+    x, shares = torch.randn(5, 16), torch.rand(5, 2)
+    chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(5)])
+    compiled = op(x, chosen, shares)
+    op._held = None
+    assert torch.allclose(compiled, op(x, chosen, shares), rtol=1e-4, atol=1e-4)
+
+
+def test_equal_scores_route_to_the_lower_expert():
+    x, weight = torch.randn(4, 16), torch.randn(6, 16)
+    weight[3] = weight[1]
+    bias = torch.tensor([-9.0, 1.0, -9.0, 1.0, -9.0, 1.0])
+    got = router.route(x, weight, bias, top_k=2, scale=2.5)
+    wanted = plain_router.route(x, weight, bias, top_k=2, scale=2.5)
+    assert torch.equal(got[0], wanted[0]) and close(got[1], wanted[1])
+    assert ((got[0] == 3).any(1) <= (got[0] == 1).any(1)).all()
+
+
+@pytest.mark.parametrize("vocabulary", [7, 300, 8192])
+@pytest.mark.parametrize("ties", [True, False])
+def test_filtered_rows_equal_a_sort_in_double_precision(vocabulary, ties):
+    logits = torch.randn(2, 3, vocabulary) * 2
+    probs = torch.softmax((logits * 2).round() / 2 if ties else logits, -1)
+    top_p, min_p = torch.tensor([0.9, 1.0]), torch.tensor([0.0, 0.05])
+    got = filters.filter_rows(probs.clone(), top_p, min_p)
+    wanted = torch.where(nucleus_mask(probs, top_p.view(-1, 1)), probs, 0.0).double()
+    order = torch.sort(probs[0].double(), dim=-1, descending=True, stable=True)
+    before = order.values.cumsum(-1) - order.values
+    # float32 probabilities do not sum to 1: the mass is a share of their sum.
+    kept = before < 0.9 * probs[0].double().sum(-1, keepdim=True)
+    wanted[0] = torch.zeros_like(wanted[0]).scatter_(-1, order.indices, order.values * kept)
+    floor = min_p.view(-1, 1, 1) * wanted.amax(-1, keepdim=True)
+    wanted = torch.where(wanted >= floor, wanted, 0.0)
+    wanted /= wanted.sum(-1, keepdim=True)
+    # At the boundary itself one token may fall to either side of 0.9 in the last bit of a float.
+    differs = (got > 0) != (wanted > 0)
+    assert differs.sum() <= 1
+    same = ~differs.any(-1)
+    assert torch.allclose(got.double()[same], wanted[same], rtol=TOLERANCE, atol=1e-9)
