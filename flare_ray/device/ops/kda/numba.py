@@ -20,7 +20,8 @@ from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
 @inner
 def step(state, row, decay, beta, delta, out, kept):
     """Advance state [D, D] by one row [3, D]: its query, key and value; delta [D] is scratch. The
-    new state goes to `kept` too, which may be `state` itself."""
+    new state goes to `kept` too, which must not be `state`: where they may overlap, the compiled
+    loop is scalar and takes four times as long."""
     query, key, value = row
     dim = key.shape[0]
     length_q, length_k = np.float32(0.0), np.float32(0.0)
@@ -58,7 +59,7 @@ def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, ro
     outputs = cube(out, lanes * width, heads, dim, np.float32)
     first = vector(read, lanes, np.int64)
     place = vector(write, lanes * width if keeps_all else lanes, np.int64)
-    state = np.empty((dim, dim), np.float32)
+    state, unused = np.empty((dim, dim), np.float32), np.empty((dim, dim), np.float32)
     delta = np.empty(dim, np.float32)
     for lane in range(lanes):
         for head in range(heads):
@@ -68,7 +69,7 @@ def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, ro
                 row = lane * width + t
                 line = inputs[row]
                 parts = (line[head], line[heads + head], line[2 * heads + head])
-                kept = state
+                kept = unused
                 if keeps_all:
                     kept = states[place[row] * heads + head]
                 step(
