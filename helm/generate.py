@@ -218,6 +218,8 @@ def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
 
 
 def _weights(plan: Any, degree: int, dtype: str, kept: Any) -> int:
+    if kept is None:  # as this version keeps them: what `flare-ray plan` says
+        return plan.manifest.budget.weights_bytes
     return rank_weight_bytes(
         resolve(plan.recipe.manifest)(plan.geometry),
         world_size=degree,

@@ -19,10 +19,9 @@ import msgspec
 import ray
 from ray import serve
 
-from flare_ray.actors.checkpoint import check_checkpoint
 from flare_ray.actors.core import EngineCore, EngineParts, new_engine_id
 from flare_ray.actors.directory import BEAT_S, EngineDirectory, EngineRecord, EngineReport
-from flare_ray.actors.placement import ENGINE_DEPLOYMENT, own_placement_group
+from flare_ray.actors.placement import ENGINE_DEPLOYMENT, check_apart, own_placement_group
 from flare_ray.actors.preflight import CONTROLLER_CPUS, engine_bundles
 from flare_ray.actors.rank import PrepareRank, prepare_on_device
 from flare_ray.actors.ranks import Ranks, start_ranks
@@ -87,7 +86,7 @@ class EngineHost:
             FlareError: what keeps the engine from starting; nothing of it is left running.
         """
         started_s = time.monotonic()
-        check_checkpoint(self.config.engine)  # the files may have changed since the last start
+        check_apart(self.config.engine)  # the files may have changed since the last start
         ranks = start_ranks(self.config, self._group, self._prepare)
         try:
             parts = EngineParts(

@@ -169,14 +169,24 @@ def _on_node(
     """
     if node.node_id == ray.get_runtime_context().get_node_id():
         return look(config)
-    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    return _in_task(node.node_id, look, config)
+
+
+def check_apart(config: EngineConfig) -> None:
+    """`check_checkpoint` on this node in a process of its own, so that this one need not load
+    torch; raises as that does, and ConfigError if there is no answer in time."""
+    _in_task(ray.get_runtime_context().get_node_id(), check_checkpoint, config)
+
+
+def _in_task(node_id: str, look: Callable[[EngineConfig], Result], config: EngineConfig) -> Result:
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     reference = ray.remote(look).options(num_cpus=0, scheduling_strategy=there).remote(config)
     try:
         return ray.get(reference, timeout=CHECK_LIMIT_S)
     except ray.exceptions.GetTimeoutError as error:
         ray.cancel(reference, force=True)
         raise ConfigError(
-            f"engine.checkpoint: node {node.host} did not look at its folder in {CHECK_LIMIT_S:g} s"
+            f"engine.checkpoint: node {node_id} did not look at its folder in {CHECK_LIMIT_S:g} s"
         ) from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from flare_ray.device.state.layout import (
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import cpu_second_layout_bytes, rank_weight_bytes
+from flare_ray.device.weights.index import CheckpointIndex
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import open_validated
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
@@ -45,6 +46,7 @@ from flare_ray.recipes.declaration import (
     Family,
     Recipe,
     StateSpec,
+    TensorSpec,
     resolve,
 )
 from flare_ray.recipes.registry import find_recipe
@@ -108,6 +110,22 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
         executor = RankExecutor(plan.manifest, _build(plan, config, comm), rank=comm.rank)
     executor.warm()
     return executor
+
+
+def check_checkpoint(config: EngineConfig) -> None:
+    """Refuse what `prepare_rank` would refuse of a checkpoint on this host, from headers alone.
+
+    Reads config.json and the headers of the weight files.
+
+    Raises:
+        ConfigError: as `plan_engine`.
+        CheckpointError: as `plan_engine`; `problems` names each missing, extra, misshapen, mistyped
+            or truncated tensor; the checkpoint declares arithmetic that `config` does not answer.
+    """
+    plan = make_plan(config)
+    specs = resolve(plan.recipe.manifest)(plan.geometry)
+    if specs:  # a recipe without tensors has no files to check
+        _open(plan, config, specs)
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
@@ -319,6 +337,25 @@ def _pool_pages(config: EngineConfig) -> int:
     return config.concurrency * pages_for(config.context_tokens)
 
 
+def _open(
+    plan: EnginePlan, config: EngineConfig, specs: Sequence[TensorSpec]
+) -> tuple[CheckpointIndex, tuple[str, ...]]:
+    """The checkpoint's index, its headers checked against `specs`, and notices; reads no tensor."""
+    index, validated = open_validated(
+        config.checkpoint,
+        specs,
+        families=plan.families,
+        tolerated_prefixes=plan.recipe.tolerated_prefixes,
+    )
+    notices = check_arithmetic(
+        index,
+        validated,
+        kv_dtype=config.kv_dtype,
+        quantised_activations=config.quantised_activations,
+    )
+    return index, notices
+
+
 def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelParts:
     """Check the checkpoint, check the sum, load target and drafter."""
     manifest, recipe, geometry = plan.manifest, plan.recipe, plan.geometry
@@ -335,18 +372,7 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         check_capacity(manifest, free_bytes(manifest.device, comm.size))
         drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
         return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
-    index, validated = open_validated(
-        config.checkpoint,
-        specs,
-        families=plan.families,
-        tolerated_prefixes=recipe.tolerated_prefixes,
-    )
-    notices = check_arithmetic(
-        index,
-        validated,
-        kv_dtype=config.kv_dtype,
-        quantised_activations=config.quantised_activations,
-    )
+    index, notices = _open(plan, config, specs)
     for notice in notices if comm.rank == 0 else ():
         logger.warning("%s", notice)
     check_capacity(manifest, free_bytes(manifest.device, comm.size))

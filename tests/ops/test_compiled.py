@@ -9,12 +9,14 @@ from flare_ray.device.ops.indexed_attention import reference as plain_attention
 from flare_ray.device.ops.kda import api as kda
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
 from flare_ray.device.ops.linear import numba as linear
+from flare_ray.device.ops.linear.api import Halves, Linear
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.router import numba as router
 from flare_ray.device.ops.router import reference as plain_router
 from flare_ray.device.sampling import numba as filters
 from flare_ray.device.sampling.filters import nucleus_mask
+from flare_ray.errors import ContractViolation
 
 TOLERANCE = 2e-5
 
@@ -32,14 +34,27 @@ def bfloat16_values(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("exact", [True, False])
 def test_few_row_product_equals_the_plain_one(rows, columns, depth, exact):
     weight = bfloat16_values(columns, depth) if exact else torch.randn(columns, depth)
-    stored = linear.stored(weight)
+    stored = linear.stored(weight)[0]
     assert stored.dtype == (torch.bfloat16 if exact else torch.float32)
     wide = torch.randn(rows, depth + 3)
     assert close(linear.multiply(wide[:, 1:-2], stored), wide[:, 1:-2] @ weight.t())
 
 
+@pytest.mark.parametrize("rows", [1, 6, 9])
+def test_halves_meet_their_own_matrix(rows):
+    weights, x = bfloat16_values(2, 16, 24), torch.randn(rows, 40)[:, 4:36]
+    wanted = torch.stack([x[:, :16] @ weights[0], x[:, 16:] @ weights[1]])
+    assert close(Halves(weights)(x), wanted)
+
+
+@pytest.mark.parametrize("x", [torch.ones(2, 39), torch.ones(2, 40, dtype=torch.float64)])
+def test_rows_of_another_size_or_type_never_reach_a_kernel(x):
+    with pytest.raises(ContractViolation, match="rows of"):
+        Linear(bfloat16_values(24, 40))(x)
+
+
 def test_a_rows_product_is_the_same_beside_any_neighbours():
-    weight, x = linear.stored(bfloat16_values(24, 40)), torch.randn(9, 40)
+    weight, x = linear.stored(bfloat16_values(24, 40))[0], torch.randn(9, 40)
     alone = [linear.multiply(x[row : row + 1], weight) for row in range(9)]
     assert close(linear.multiply(x, weight), torch.cat(alone))
 

@@ -18,6 +18,7 @@ from flare_ray.device.speculation import lanes as lanes_module
 from flare_ray.device.speculation import round as round_module
 from flare_ray.device.speculation.proposal import Proposals
 from tests.round.test_masks import mask_of
+from tests.support.exact_sampling import filtered
 from tests.support.scripted.geometry import Script
 from tests.support.scripted.harness import Driver, Sampling, Setup, scripted_rank
 
@@ -27,24 +28,6 @@ ALPHA = 1e-4  # false alarms per test; seeds are fixed, so a pass stays a pass
 CAUGHT = 1e-9  # a control's p-value; far below ALPHA, so that a weak test is noticed
 MIN_EXPECTED = 5.0  # cells below are merged, the usual bound of the chi-square approximation
 SCRIPT = Script(vocab_size=VOCABULARY, order=1, seed=2, spread=1.0, draft_noise=0.8)
-
-
-def exact_probs(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """Filtered row in float64, by sorting: temperature, top-k, top-p, min-p."""
-    scaled = logits.astype(np.float64) / sampling.temperature
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
-    order = np.argsort(-probs, kind="stable")
-    kept = np.zeros(len(probs), dtype=bool)
-    best = order[: sampling.top_k or len(probs)]
-    mass, goal = 0.0, sampling.top_p * probs[best].sum()
-    for token in best:
-        kept[token] = True
-        mass += probs[token]
-        if mass >= goal:
-            break
-    kept &= probs >= sampling.min_p * probs.max()
-    return np.where(kept, probs, 0.0) / probs[kept].sum()
 
 
 def p_value(counts: np.ndarray, exact: np.ndarray) -> float:
@@ -100,7 +83,7 @@ def sampled_counts(
 
 
 def exact_rows(sampling: Sampling) -> np.ndarray:
-    return np.stack([exact_probs(row, sampling) for row in SCRIPT.table().numpy()])
+    return np.stack([filtered(row, sampling) for row in SCRIPT.table().numpy()])
 
 
 FILTERS = {
@@ -238,12 +221,12 @@ def masked_counts(*, shift: int) -> tuple[np.ndarray, np.ndarray]:
             if position % 2 == 0:
                 counts[before, after] += 1
     masked = np.where(halves[0], SCRIPT.table().numpy(), -1e9)
-    return counts, np.stack([exact_probs(row, PLAIN) for row in masked])
+    return counts, np.stack([filtered(row, PLAIN) for row in masked])
 
 
 def test_reference_filters_are_not_those_under_test():
     """The exact rows above come from a sort in float64; a hand-made row fixes their meaning."""
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1]))
-    assert np.allclose(exact_probs(logits, Sampling(1.0, 2)), [4 / 7, 3 / 7, 0, 0])
-    assert np.allclose(exact_probs(logits, Sampling(1.0, 0, top_p=0.65)), [4 / 7, 3 / 7, 0, 0])
-    assert np.allclose(exact_probs(logits, Sampling(1.0, 0, min_p=0.3)), [4 / 9, 3 / 9, 2 / 9, 0])
+    assert np.allclose(filtered(logits, Sampling(1.0, 2)), [4 / 7, 3 / 7, 0, 0])
+    assert np.allclose(filtered(logits, Sampling(1.0, 0, top_p=0.65)), [4 / 7, 3 / 7, 0, 0])
+    assert np.allclose(filtered(logits, Sampling(1.0, 0, min_p=0.3)), [4 / 9, 3 / 9, 2 / 9, 0])

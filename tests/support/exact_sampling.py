@@ -42,7 +42,7 @@ def next_logits(
 
 def filtered(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
     """[V] float64 probabilities by sorting: temperature, top-k, top-p, min-p."""
-    scaled = logits / sampling.temperature
+    scaled = logits.astype(np.float64) / sampling.temperature
     probs = np.exp(scaled - scaled.max())
     probs /= probs.sum()
     order = np.argsort(-probs, kind="stable")

@@ -98,7 +98,7 @@ class PrefixIndex:
         row_bytes / page_bytes: of one row and one page, on one rank; weigh evictions.
     Attributes:
         row_bytes: as given.
-        evicted_tokens / evicted_snapshots: totals over evictions.
+        evicted_tokens: total over evictions.
     """
 
     def __init__(
@@ -113,7 +113,6 @@ class PrefixIndex:
         self._claimed: dict[Key, Snapshot] = {}
         self._tick = 0
         self.evicted_tokens = 0
-        self.evicted_snapshots = 0
         pool.evict_with(self.evict)
 
     def __iter__(self) -> Iterator[Snapshot]:
@@ -211,17 +210,9 @@ class PrefixIndex:
         worst = min((s for s in self if not s.pins), key=self._value, default=None)
         if worst is None:
             return False
-        self.evicted_snapshots += 1
         self.evicted_tokens += worst.tokens
         self._remove(worst)
         return True
-
-    def reset(self) -> int:
-        """Drop every snapshot that is not pinned; how many."""
-        dropped = [snapshot for snapshot in self if not snapshot.pins]
-        for snapshot in dropped:
-            self._remove(snapshot)
-        return len(dropped)
 
     def check_integrity(self) -> None:
         """Recount rows, and the pool's pages against those of all snapshots.

@@ -46,7 +46,7 @@ class Snapshots:
     Attributes:
         index: what is cached.
         queried_tokens / hit_tokens: prompt tokens of admitted requests, and those restored.
-        saved_tokens / saved: tokens of published snapshots, and their number.
+        saved_tokens: tokens of published snapshots.
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class Snapshots:
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.saved_tokens = 0
-        self.saved = 0
 
     # Admission.
 
@@ -214,7 +213,6 @@ class Snapshots:
 
     def _publish(self, live: LiveRequest, snapshot: Snapshot) -> None:
         self.index.publish(snapshot, self._pool.pages_of(live.uid))
-        self.saved += 1
         self.saved_tokens += snapshot.tokens
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flare_ray.device.layers.rows import RecurrentRows
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
-from flare_ray.device.ops.linear.api import Linear
+from flare_ray.device.ops.linear.api import Halves, Linear
 from flare_ray.device.ops.short_conv.api import short_conv
 
 
@@ -57,7 +57,7 @@ class KdaBlock:
         self._lower_bound = lower_bound
         self._joint = Linear(weights.joint)
         self._taps = weights.taps
-        self._gates = [Linear(gate.t().contiguous()) for gate in weights.gates]
+        self._gates = Halves(weights.gates)
         # sigmoid(exp(A) (g + dt)) and sigmoid(z) in one pass: factors and offsets of both gates
         factor = weights.a_log.exp().repeat_interleave(dim)
         self._factor = torch.stack((factor, torch.ones_like(factor))).unsqueeze(1)
@@ -82,9 +82,8 @@ class KdaBlock:
         channels = 3 * heads * dim
         joint = self._joint(x)
         mixed = short_conv(self._join(joint[:, :channels], rows, window), self._taps)
-        inner = joint[:, channels + heads :]
-        outer = [gate(half) for gate, half in zip(self._gates, inner.chunk(2, dim=1), strict=True)]
-        gates = torch.addcmul(self._offset, torch.stack(outer), self._factor)
+        outer = self._gates(joint[:, channels + heads :])
+        gates = torch.addcmul(self._offset, outer, self._factor)
         gates = gates.sigmoid_()
         beta = torch.sigmoid(joint[:, channels : channels + heads].to(torch.float32))
         delta_rows = DeltaRows(

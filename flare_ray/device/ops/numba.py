@@ -16,9 +16,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
+from torch import Tensor
+
+from flare_ray.errors import ContractViolation
 
 _logger = logging.getLogger(__name__)
 
@@ -49,6 +53,17 @@ def kernel(arguments: str, *, ordered: bool = False) -> Callable[[Callable[..., 
             return njit(signature, **options)(function)
 
     return compile_now
+
+
+def float_rows(x: Tensor, columns: int) -> Tensor:
+    """Contiguous rows [R, columns] float32 for a kernel, which would read past anything else.
+
+    Raises:
+        ContractViolation: another type or size.
+    """
+    if x.dtype != torch.float32 or x.shape[-1] != columns:
+        raise ContractViolation(f"{x.dtype} rows of {x.shape[-1]}, expected float32 of {columns}")
+    return x.contiguous()
 
 
 def inner(function: Callable[..., Any]) -> Any:

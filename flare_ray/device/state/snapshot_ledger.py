@@ -39,10 +39,6 @@ class SnapshotLedger:
         self._num_pages = manifest.num_pages
         self._rows: list[RowView | None] = [None] * manifest.snapshot_rows
 
-    def row(self, row: int) -> RowView | None:
-        """What was last saved in a row."""
-        return self._rows[row]
-
     def problems(self, plan: RoundPlan, slots: Sequence[SlotFacts]) -> Iterator[str]:
         """What is wrong with a plan's saves, restores and captures.
 

@@ -214,7 +214,7 @@ def test_snapshots_give_their_pages_back_when_requests_need_them(make_harness):
         assert harness.tokens(f"r{number}") == harness.expected(prompt, 20)
     run(harness, "large", prompt_of(250, seed=99), max_tokens=60)
     harness.assert_all_free()
-    assert harness.controller._snapshots.index.evicted_snapshots > 0
+    assert harness.controller._snapshots.index.evicted_tokens > 0
 
 
 def test_recently_used_prefix_outlives_others(make_harness):

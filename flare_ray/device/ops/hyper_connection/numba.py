@@ -37,19 +37,6 @@ def divide_columns(mix, eps):
 
 
 @inner
-def divide_rows(mix, eps):
-    """Each row of [n, n] by its sum."""
-    n = mix.shape[0]
-    for i in range(n):
-        total = eps
-        for j in range(n):
-            total += mix[i, j]
-        scale = np.float32(1.0) / total
-        for j in range(n):
-            mix[i, j] *= scale
-
-
-@inner
 def start(logits, mix, eps):
     """Softmax of each row of logits [n * n], plus eps."""
     n = mix.shape[0]
@@ -94,7 +81,7 @@ def _mix_in(
         start(raw[2 * n :], mixes[row], small)
         divide_columns(mixes[row], small)
         for _ in range(iterations - 1):
-            divide_rows(mixes[row], small)
+            divide_columns(mixes[row].T, small)
             divide_columns(mixes[row], small)
 
 

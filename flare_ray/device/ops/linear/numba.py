@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.numba import inner, kernel, matrix, widen
+from flare_ray.device.ops.numba import float_rows, inner, kernel, matrix, widen
 
 
 @inner
@@ -124,17 +124,17 @@ def _multiply(x, weight, out, rows, columns, depth, narrow):
         products(values, matrix(weight, columns, depth, np.float32), results)
 
 
-def stored(weight: Tensor) -> Tensor:
-    """[out, in] float32 -> bfloat16 if that is exact, else float32; contiguous."""
-    narrow = weight.to(torch.bfloat16)
-    exact = torch.equal(narrow.to(torch.float32), weight)
-    return (narrow if exact else weight).contiguous()
+def stored(*weights: Tensor) -> tuple[Tensor, ...]:
+    """Float32 matrices -> all in bfloat16 if that is exact, else as they are; contiguous."""
+    narrow = tuple(weight.to(torch.bfloat16) for weight in weights)
+    exact = all(torch.equal(n.to(torch.float32), w) for n, w in zip(narrow, weights, strict=True))
+    return tuple(weight.contiguous() for weight in (narrow if exact else weights))
 
 
 def multiply(x: Tensor, weight: Tensor) -> Tensor:
     """[R, in] float32 and `stored` [out, in] -> [R, out] float32."""
-    x = x.contiguous()
     columns, depth = weight.shape
+    x = float_rows(x, depth)
     rows = x.shape[0]
     out = torch.empty((rows, columns))
     narrow = weight.dtype == torch.bfloat16

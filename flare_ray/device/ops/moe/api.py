@@ -58,10 +58,11 @@ class Experts:
         self._shared = shared
         self._held: Any = None
         if weights.down.device.type == "cpu" and weights.down.dtype == torch.float32:
+            from flare_ray.device.ops.linear.numba import stored
             from flare_ray.device.ops.moe import numba
 
             self._compiled = numba.chosen_experts
-            self._held = numba.stored(weights.gate_up, weights.down)
+            self._held = numba.StoredExperts(*stored(weights.gate_up, weights.down))
         routed = total - shared
         if routed <= FUSED_EXPERTS_PER_CHOICE * top_k:
             self._routed = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.linear.numba import dot1
-from flare_ray.device.ops.numba import cube, inner, kernel, matrix, widen
+from flare_ray.device.ops.numba import cube, float_rows, inner, kernel, matrix, widen
 
 
 class StoredExperts(NamedTuple):
@@ -62,21 +62,14 @@ def _run(
         add_experts(values, wide_first, wide_second, routing, results, shared, limit)
 
 
-def stored(gate_up: Tensor, down: Tensor) -> StoredExperts:
-    """Both in bfloat16 if that is exact, else as they are; contiguous."""
-    narrow = (gate_up.to(torch.bfloat16), down.to(torch.bfloat16))
-    exact = torch.equal(narrow[0].float(), gate_up) and torch.equal(narrow[1].float(), down)
-    first, second = narrow if exact else (gate_up, down)
-    return StoredExperts(first.contiguous(), second.contiguous())
-
-
 def chosen_experts(
     x: Tensor, held: StoredExperts, experts: Tensor, weights: Tensor, *, shared: int, limit: float
 ) -> Tensor:
     """As `Experts.__call__` for rows x [R, H] float32; the shared experts are included."""
-    x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
-    rows, hidden = x.shape
-    total, width, _ = held.down.shape
+    total, width, hidden = held.down.shape
+    x = float_rows(x, hidden)
+    experts, weights = experts.contiguous(), weights.contiguous()
+    rows = x.shape[0]
     out = torch.empty((rows, hidden))
     _run(
         x.data_ptr(),

@@ -45,7 +45,7 @@ class RmsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> the same shape and type."""
-        if self._compiled is not None and x.dim() == 2:
+        if self._compiled is not None and x.dim() == 2 and x.dtype == torch.float32:
             return self._compiled(x, self._weight, eps=self._eps)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         length = torch.hypot(length, self._floor)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.numba import kernel, matrix, vector
 
 
@@ -28,7 +29,8 @@ def rmsnorm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """As `reference.rmsnorm` for x [R, n] and weight [n], float32; x may be part of wider rows."""
     if x.stride(1) != 1:
         x = x.contiguous()
-    rows, size = x.shape
+    rows, size = x.shape[0], weight.shape[0]
+    expect_shape("x", x, rows, size)
     out = torch.empty((rows, size))
     if rows:
         _run(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, size, x.stride(0), eps)

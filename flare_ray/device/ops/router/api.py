@@ -9,7 +9,7 @@ from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.router import reference
 
 COMPILED_ROWS = 32
-"""Most rows of the compiled form; more are better multiplied together."""
+"""Most rows of the compiled form; a guess: more are better multiplied together."""
 
 
 def route(
