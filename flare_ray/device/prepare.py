@@ -115,17 +115,20 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
 def check_checkpoint(config: EngineConfig) -> None:
     """Refuse what `prepare_rank` would refuse of a checkpoint on this host, from headers alone.
 
-    Reads config.json and the headers of the weight files.
+    Reads config.json and the headers of the weight files; settings that concern neither are not
+    judged.
 
     Raises:
-        ConfigError: as `plan_engine`.
-        CheckpointError: as `plan_engine`; `problems` names each missing, extra, misshapen, mistyped
-            or truncated tensor; the checkpoint declares arithmetic that `config` does not answer.
+        ConfigError: no recipe serves it.
+        CheckpointError: config.json is missing, damaged or of another geometry; `problems` names
+            each missing, extra, misshapen, mistyped or truncated tensor; or the checkpoint declares
+            arithmetic that `config` does not answer.
     """
-    plan = make_plan(config)
-    specs = resolve(plan.recipe.manifest)(plan.geometry)
+    config_json = _read_object(Path(config.checkpoint) / "config.json", required=True)
+    recipe = find_recipe(config_json, name=config.recipe)
+    specs = resolve(recipe.manifest)(resolve(recipe.geometry)(config_json))
     if specs:  # a recipe without tensors has no files to check
-        _open(plan, config, specs)
+        _open(config, recipe, specs)
 
 
 def make_plan(config: EngineConfig) -> EnginePlan:
@@ -142,7 +145,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         )
     options = _catalog_options(config, recipe, geometry.num_drafter_layers)
     shapes = catalog_shapes(options)
-    families: tuple[Family, ...] = ("target", "drafter") if options.speculative else ("target",)
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
     limits, row_bytes = _state_limits(config, spec, options, vocab_size=geometry.vocab_size)
     page_bytes, rest_bytes = state_bytes(spec, limits)
@@ -172,7 +174,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
                 resolve(recipe.manifest)(geometry),
                 world_size=config.tensor_parallel_size,
                 element_bytes=DTYPE_BYTES[config.dtype],
-                families=families,
+                families=_families(config),
                 second_layout_bytes=second_layout,
             ),
             page_bytes=page_bytes,
@@ -186,7 +188,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         # what a row group held before a round's last row is gone
         snapshots_inside_rounds=all(group.kind != "row" for group in spec.groups),
     )
-    return EnginePlan(manifest, recipe, geometry, families)
+    return EnginePlan(manifest, recipe, geometry, _families(config))
 
 
 def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
@@ -337,15 +339,20 @@ def _pool_pages(config: EngineConfig) -> int:
     return config.concurrency * pages_for(config.context_tokens)
 
 
+def _families(config: EngineConfig) -> tuple[Family, ...]:
+    """Tensor families that are loaded."""
+    return ("target",) if config.speculation.families == "ordinary" else ("target", "drafter")
+
+
 def _open(
-    plan: EnginePlan, config: EngineConfig, specs: Sequence[TensorSpec]
+    config: EngineConfig, recipe: Recipe, specs: Sequence[TensorSpec]
 ) -> tuple[CheckpointIndex, tuple[str, ...]]:
     """The checkpoint's index, its headers checked against `specs`, and notices; reads no tensor."""
     index, validated = open_validated(
         config.checkpoint,
         specs,
-        families=plan.families,
-        tolerated_prefixes=plan.recipe.tolerated_prefixes,
+        families=_families(config),
+        tolerated_prefixes=recipe.tolerated_prefixes,
     )
     notices = check_arithmetic(
         index,
@@ -372,7 +379,7 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         check_capacity(manifest, free_bytes(manifest.device, comm.size))
         drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
         return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
-    index, notices = _open(plan, config, specs)
+    index, notices = _open(config, recipe, specs)
     for notice in notices if comm.rank == 0 else ():
         logger.warning("%s", notice)
     check_capacity(manifest, free_bytes(manifest.device, comm.size))
