@@ -110,7 +110,7 @@ class _Routes:
     async def _generate(self, request: Request, prepare: Prepare, style: AnswerFormat) -> Response:
         unique_id = _request_id(request)
         body = decode_json(await _read_body(request, self._settings.max_body_bytes))
-        info = await self._client.info()
+        info = await self._client.request_info()
         prepared = await prepare(self._settings, info, body, unique_id=unique_id)
         answer = Answer(self._settings, prepared, style)
         if not prepared.stream:

@@ -66,5 +66,13 @@ class EngineClient(Protocol):
             Overloaded: status 503: no engine is ready (starting, or being rebuilt).
         """
 
+    async def request_info(self) -> EngineInfo:
+        """Facts with which a request is prepared before `open` submits it. Where engines are
+        rebuilt or a busy one reports late, those of one that was ready a moment ago serve.
+
+        Raises:
+            Overloaded: status 503: no engine is ready, nor was one within the client's limit.
+        """
+
     async def metrics(self) -> str:
         """Prometheus text of every engine; equal whichever client is asked (contract: A5)."""

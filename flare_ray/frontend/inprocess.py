@@ -86,6 +86,10 @@ class InProcessClient:
             )
         return engine_info(self._engine.engine_id, self._engine.manifest, self._max_prompt_tokens)
 
+    async def request_info(self) -> EngineInfo:
+        """See `EngineClient.request_info`; an engine of this process that has ended stays so."""
+        return await self.info()
+
     async def metrics(self) -> str:
         """See `EngineClient.metrics`."""
         return self._render_metrics()

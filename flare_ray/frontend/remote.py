@@ -34,6 +34,8 @@ logger = logging.getLogger("ray.serve.flare")
 OPEN_LIMIT_S = 60.0
 """Seconds within which a request whose engine is away must be admitted elsewhere."""
 RETRY_PAUSE_S = 0.5
+LATE_LIMIT_S = 5.0
+"""Seconds that a request waits for the first sight of an engine; reports come each second."""
 INFO_AGE_S = 1.0
 """Age up to which facts about a ready engine are reused."""
 CALL_GRACE_S = 0.25
@@ -97,6 +99,8 @@ class RemoteClient:
         self._lookup = asyncio.Lock()
         self._known: EngineInfo | None = None
         self._known_s = -INFO_AGE_S
+        self._last: EngineInfo | None = None
+        self._last_s = 0.0
 
     async def open(self, request: GenerationRequest) -> RemoteStream:
         """See `EngineClient.open`."""
@@ -111,19 +115,37 @@ class RemoteClient:
 
     async def info(self) -> EngineInfo:
         """See `EngineClient.info`."""
+        self._check_open()
+        return await self._engine_info()
+
+    async def request_info(self) -> EngineInfo:
+        """See `EngineClient.request_info`; the call then waits in `open` as it would had the engine
+        died a moment later."""
+        self._check_open()
+        try:
+            return await self._engine_info()
+        except Overloaded:
+            if self._last is not None and time.monotonic() - self._last_s < OPEN_LIMIT_S:
+                return self._last
+        # This replica has seen none so far: a report may be late on a busy host.
+        await self.wait_ready(time.monotonic() + LATE_LIMIT_S)
+        return await self._engine_info()
+
+    def _check_open(self) -> None:
         if self.draining:
             raise Overloaded(
                 "the service is shutting down and takes no new requests",
                 retry_after_s=UNAVAILABLE_RETRY_S,
                 status=503,
             )
-        return await self._engine_info()
 
     async def _engine_info(self) -> EngineInfo:
         async with self._lookup:
             if time.monotonic() - self._known_s >= INFO_AGE_S:
                 self._known = await self._find()
                 self._known_s = time.monotonic()
+            if self._known is not None:
+                self._last, self._last_s = self._known, self._known_s
         if self._known is None:
             raise Overloaded(
                 "no engine is ready: it is starting, or being rebuilt after a failure",

@@ -72,6 +72,9 @@ class FakeEngineClient:
             raise Overloaded("the engine is starting", retry_after_s=5.0, status=503)
         return self.engine_info
 
+    async def request_info(self) -> EngineInfo:
+        return await self.info()
+
     async def metrics(self) -> str:
         return "# TYPE up gauge\nup 1\n"
 

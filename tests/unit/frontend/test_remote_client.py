@@ -112,6 +112,7 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(remote, "INFO_AGE_S", 0.0)
     monkeypatch.setattr(remote, "OPEN_LIMIT_S", 2.0)
     monkeypatch.setattr(remote, "CALL_GRACE_S", 0.02)
+    monkeypatch.setattr(remote, "LATE_LIMIT_S", 0.05)
 
 
 def run(behave, scenario):
@@ -428,3 +429,37 @@ def test_info_is_503_while_no_engine_is_ready():
         assert refusal.value.status == 503
 
     run(lambda call, _: None, scenario)
+
+
+def test_request_is_prepared_and_waits_while_an_engine_that_was_ready_reports_late(monkeypatch):
+    def behave(call, _):
+        call.admit()
+        call.finish()
+
+    async def scenario(cluster):
+        with pytest.raises(Overloaded):
+            cluster.ready = False
+            await cluster.client.request_info()
+        cluster.ready = True
+        assert await cluster.client.request_info() == INFO
+        cluster.ready = False
+        assert await cluster.client.request_info() == INFO
+        events = await collect(cluster)
+        monkeypatch.setattr(remote, "OPEN_LIMIT_S", 0.0)
+        with pytest.raises(Overloaded) as refusal:
+            await cluster.client.request_info()
+        assert refusal.value.status == 503
+        return shape(events)
+
+    events, _ = run(behave, scenario)
+    assert events == ["Finished"]
+
+
+def test_first_request_waits_a_moment_for_the_first_sight_of_an_engine():
+    async def scenario(cluster):
+        cluster.ready = False
+        asyncio.get_running_loop().call_later(0.01, setattr, cluster, "ready", True)
+        return await cluster.client.request_info()
+
+    info, _ = run(lambda call, _: None, scenario)
+    assert info == INFO
