@@ -1,1 +1,2 @@
-"""Model families, one folder each; `declaration` is what they fill in, `registry` finds them."""
+"""Model families, one folder each; `declaration` is what they fill in, `fields` reads a config.json,
+`registry` finds them."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
-from flare_ray.recipes.glm5_next.fields import Fields
+from flare_ray.recipes.fields import Fields
 
 PREFIX = "model.language_model."
 """Beginning of every text tensor's name but the vocabulary head's."""

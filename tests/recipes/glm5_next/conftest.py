@@ -11,8 +11,8 @@ import pytest
 import torch
 from packaging.version import Version
 
-from tests.support.glm_driver import GlmDriver, Lane
 from tests.support.glm_tiny import TEXTS, write_checkpoint
+from tests.support.recipe_driver import Lane, RecipeDriver
 
 ORACLE_RELEASE = "5.24"
 """First transformers whose glm5_next reads the published layer types."""
@@ -50,7 +50,7 @@ class Tiny:
     folder: Path
     reference: object
     oracle: object
-    driver: GlmDriver
+    driver: RecipeDriver
 
     @property
     def tokens(self) -> list[int]:
@@ -91,7 +91,7 @@ def load_tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
             oracle = reference.run(tokens)
             assert oracle.gap > MIN_GAP, f"{name}: choose a seed whose selections are decided"
             assert oracle.sparse_rows > 30, f"{name}: selection is hardly exercised"
-            loaded[name] = Tiny(name, folder, reference, oracle, GlmDriver(folder, slots=8))
+            loaded[name] = Tiny(name, folder, reference, oracle, RecipeDriver(folder, slots=8))
         return loaded[name]
 
     return get

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
-from tests.support.glm_driver import GlmDriver
 from tests.support.no_sync import HostWait, NoHostWait
+from tests.support.recipe_driver import RecipeDriver
 
 DEVICES = ("cpu", "cuda")
 
@@ -72,7 +72,7 @@ def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 def test_bfloat16_stays_near_float32_on_a_short_prompt(load_tiny):
     tiny = load_tiny("long")
-    driver = GlmDriver(tiny.folder, slots=1, dtype="bfloat16")
+    driver = RecipeDriver(tiny.folder, slots=1, dtype="bfloat16")
     lane = driver.open(0, [1, 2, 3])
     logits = driver.prefill([lane], [tiny.tokens[:24]])[0]
     assert logits.dtype == torch.float32
@@ -92,7 +92,9 @@ def test_captured_round_equals_the_cpu_and_follows_new_inputs(tiny_folder, name)
     torch.backends.cuda.matmul.allow_tf32 = False
     tokens = torch.randint(3, 180, (100,), generator=torch.Generator().manual_seed(4)).tolist()
     starts, lanes, wanted = (40, 77), {}, []
-    drivers = {device: GlmDriver(tiny_folder(name), slots=2, device=device) for device in DEVICES}
+    drivers = {
+        device: RecipeDriver(tiny_folder(name), slots=2, device=device) for device in DEVICES
+    }
     for device, driver in drivers.items():
         lanes[device] = [driver.open(0, [3, 9, 4]), driver.open(1, [7, 1, 8])]
         driver.prefill(lanes[device], [tokens[:start] for start in starts])

@@ -10,8 +10,8 @@ from flare_ray.device.layers.indexed_mla import IndexedMlaBlock
 from flare_ray.recipes.glm5_next import drafter as drafter_module
 from flare_ray.recipes.glm5_next.weights import HEAD, drafter_embedding, drafter_head
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
-from tests.support.glm_driver import GlmDriver
 from tests.support.glm_tiny import write_checkpoint
+from tests.support.recipe_driver import RecipeDriver
 
 
 def test_first_draft_equals_the_teacher_forced_row_from_position_zero_on(tiny):
@@ -134,7 +134,7 @@ def test_own_embedding_and_head_win_where_a_checkpoint_has_them(load_tiny, tmp_p
         drafter_embedding(geometry): torch.zeros(geometry.vocab_size, geometry.hidden),
         drafter_head(geometry): stored[HEAD].flip(0).contiguous(),
     }
-    driver = GlmDriver(write_checkpoint(tmp_path, "flat", extra=own), slots=1)
+    driver = RecipeDriver(write_checkpoint(tmp_path, "flat", extra=own), slots=1)
     lane = driver.open(0, [1, 2])
     driver.prefill([lane], [tokens[:9]])
     changed = driver.propose([lane], [tokens[9]], 1).logits[0][0]

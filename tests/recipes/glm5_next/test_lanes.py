@@ -7,14 +7,14 @@ import torch
 
 from flare_ray.device.state.layout import StateLimits
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error, run_rounds
-from tests.support.glm_driver import PAGE, GlmDriver
+from tests.support.recipe_driver import PAGE, RecipeDriver
 
 
-def snapshot(driver: GlmDriver) -> dict[str, torch.Tensor]:
+def snapshot(driver: RecipeDriver) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in driver.state.items()}
 
 
-def changed(before: dict[str, torch.Tensor], driver: GlmDriver) -> dict[str, torch.Tensor]:
+def changed(before: dict[str, torch.Tensor], driver: RecipeDriver) -> dict[str, torch.Tensor]:
     """Which leading entries differ bit by bit: [pages, places], [slots, columns] and so on."""
     result = {}
     for name, tensor in driver.state.items():
@@ -23,7 +23,7 @@ def changed(before: dict[str, torch.Tensor], driver: GlmDriver) -> dict[str, tor
     return result
 
 
-def outside_null(driver: GlmDriver, name: str, marks: torch.Tensor) -> torch.Tensor:
+def outside_null(driver: RecipeDriver, name: str, marks: torch.Tensor) -> torch.Tensor:
     """Marks without the null page or the null slot."""
     kind = {group.name: group.kind for group in driver.store.spec_groups}[name]
     return marks[1:] if kind == "page" else marks[:-1]
@@ -113,7 +113,7 @@ def test_order_of_lanes_and_slots_does_not_matter(tiny):
 def test_high_page_numbers_in_falling_order(load_tiny):
     tiny = load_tiny("wide")
     pages = 5000
-    driver = GlmDriver(tiny.folder, slots=1, num_pages=pages)
+    driver = RecipeDriver(tiny.folder, slots=1, num_pages=pages)
     assert isinstance(driver.store.limits, StateLimits)
     lane = driver.open(0, [pages - 1, pages - 2, 4097])
     first = driver.prefill([lane], [tiny.tokens[:70]])[0]

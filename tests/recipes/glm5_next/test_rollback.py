@@ -7,7 +7,7 @@ import torch
 
 from flare_ray.recipes.glm5_next import blocks, state
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
-from tests.support.glm_driver import GlmDriver
+from tests.support.recipe_driver import RecipeDriver
 
 
 def wrong(token: int, vocabulary: int) -> int:
@@ -139,7 +139,7 @@ def test_a_ring_of_one_pool_is_caught(load_tiny, monkeypatch, name):
     for module in (state, blocks):
         monkeypatch.setattr(module, "ring_entries", lambda _: pool)
     short = type(tiny)(
-        tiny.name, tiny.folder, tiny.reference, tiny.oracle, GlmDriver(tiny.folder, slots=8)
+        tiny.name, tiny.folder, tiny.reference, tiny.oracle, RecipeDriver(tiny.folder, slots=8)
     )
     assert (
         short.driver.state[state.group_name(1 if name == "pooled" else 3, "tail")].shape[1] == pool

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
-from tests.support.glm_driver import GlmDriver
+from tests.support.recipe_driver import RecipeDriver
 
 SCRIPT = Path(__file__).resolve().parents[3].parent / "shared" / "oracles" / "glm" / "make_tiny.py"
 PROMPTS = ("p1", "p3", "p4", "p17", "p64", "p65", "p150", "rep90")
@@ -26,7 +26,7 @@ def generated(tmp_path_factory):
         pytest.skip(f"no oracle script at {SCRIPT.name} beside the repository")
     folder = tmp_path_factory.mktemp("generated")
     subprocess.run([sys.executable, str(SCRIPT), str(folder)], check=True, capture_output=True)
-    return GlmDriver(folder, slots=8), load_file(folder / "oracle.safetensors")
+    return RecipeDriver(folder, slots=8), load_file(folder / "oracle.safetensors")
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flare_ray.device.layers.indexed_mla import IndexedMlaBlock
-from tests.support.glm_driver import GlmDriver, Lane
+from tests.support.recipe_driver import Lane, RecipeDriver
 
 LOGITS_ATOL = 1e-4
 """Measured at most 4e-5 over all variants, rounds and drafts; transformers differs from itself by
@@ -19,7 +19,7 @@ def largest_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def run_rounds(driver: GlmDriver, lane: Lane, tokens: list[int], width: int) -> torch.Tensor:
+def run_rounds(driver: RecipeDriver, lane: Lane, tokens: list[int], width: int) -> torch.Tensor:
     """Feed tokens in rounds of `width`, all accepted; logits [len, V]."""
     pieces = []
     for at in range(0, len(tokens), width):

@@ -11,7 +11,7 @@ from flare_ray.recipes.declaration import BuildOptions, resolve
 from flare_ray.recipes.glm5_next.recipe import RECIPE
 from tests.recipes.glm5_next.test_rollback import candidate_row
 from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
-from tests.support.glm_driver import GlmDriver
+from tests.support.recipe_driver import RecipeDriver
 
 EMITTED = (3, 8, 1, 6, 2)
 
@@ -19,7 +19,7 @@ EMITTED = (3, 8, 1, 6, 2)
 def script(tiny, comm):
     """Prefill in chunks, then rounds with wrong drafts; (logits, draft logits) of accepted rows."""
     torch.set_num_threads(1)
-    driver = GlmDriver(tiny.folder, comm, slots=2, num_pages=8)
+    driver = RecipeDriver(tiny.folder, comm, slots=2, num_pages=8)
     lane = driver.open(1, [5, 2, 7])
     tokens, logits, drafts = tiny.tokens, [], []
     for at in range(0, 100, 45):

@@ -1,4 +1,4 @@
-"""Drives a GLM target and drafter by hand: rows, absorption and proposals without an engine.
+"""Drives any recipe's target and drafter by hand: rows, absorption and proposals without an engine.
 
 It does what a round does and nothing more, so that a test can choose accepted counts, paddings,
 page numbers and wrong drafts at will.
@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,10 @@ from flare_ray.recipes.declaration import (
     TargetOutput,
     resolve,
 )
-from flare_ray.recipes.glm5_next.geometry import Geometry
-from flare_ray.recipes.glm5_next.recipe import RECIPE
+from flare_ray.recipes.registry import find_recipe
 
 PAGE = 64
+NO_TOKEN = -(2**40) + 12345
 
 
 @dataclass
@@ -69,7 +70,7 @@ class GreedySink:
         return token
 
 
-class GlmDriver:
+class RecipeDriver:
     """Target, drafter and state of one rank."""
 
     def __init__(
@@ -83,19 +84,20 @@ class GlmDriver:
         device: str = "cpu",
     ) -> None:
         config = json.loads((folder / "config.json").read_text())
-        self.geometry: Geometry = resolve(RECIPE.geometry)(config)
+        recipe = find_recipe(config)
+        self.geometry: Any = resolve(recipe.geometry)(config)
         self.device = device
         self.slots = slots
         comm = comm or SingleGroup()
-        specs = resolve(RECIPE.manifest)(self.geometry)
+        specs = resolve(recipe.manifest)(self.geometry)
         options = BuildOptions(device=device, dtype=dtype, prefill_tokens=64, max_width=8)
         weights = RankWeights(
             open_checkpoint(folder), specs, device=device, dtype=TORCH_DTYPE[dtype]
         )
         with torch.inference_mode(), weights:
-            self.target = resolve(RECIPE.target)(self.geometry, weights, comm, options)
+            self.target = resolve(recipe.target)(self.geometry, weights, comm, options)
             weights.assert_all_used("target")
-            self.drafter = resolve(RECIPE.drafter)(self.geometry, weights, comm, options)
+            self.drafter = resolve(recipe.drafter)(self.geometry, weights, comm, options)
             weights.assert_all_used("drafter")
         limits = StateLimits(
             slots=slots,
@@ -106,13 +108,14 @@ class GlmDriver:
             vocab_size=self.geometry.vocab_size,
             speculation=True,
         )
-        self.store = StateStore(resolve(RECIPE.state)(self.geometry, comm.size), limits)
+        self.store = StateStore(resolve(recipe.state)(self.geometry, comm.size), limits)
         self.state = self.store.groups
 
     def poison(self, value: float = float("nan")) -> None:
-        """Fill all state but the live rows of a fresh slot, which `open` clears."""
+        """Fill all state but the live rows of a fresh slot, which `open` clears; integers with a
+        number that is no token."""
         for tensor in self.state.values():
-            tensor.fill_(value)
+            tensor.fill_(value if tensor.is_floating_point() else NO_TOKEN)
 
     def open(self, slot: int, pages: Sequence[int]) -> Lane:
         """A fresh request: its slot's live rows are zero, as a slot hand-over leaves them."""
@@ -283,8 +286,7 @@ class GlmDriver:
         )
 
     def _tail(self, lane: Lane | None) -> Tensor:
-        hidden = self.geometry.hidden
-        dtype = self.store.request.tail.dtype
+        kept = self.store.request.tail
         if lane is None or lane.tail is None:
-            return torch.zeros(hidden, dtype=dtype, device=self.device)
-        return lane.tail.to(dtype)
+            return torch.zeros_like(kept[0])
+        return lane.tail.to(kept.dtype)
