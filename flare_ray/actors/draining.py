@@ -4,11 +4,13 @@
 Serve ends a deployment by removing its route first: from then on its proxy answers by itself, with
 a bare 404, while open responses still run. The command that stops a service therefore asks through
 the cluster's key-value store first; HTTP replicas refuse new requests in their own words and report
-how many are open; only when none is left is Serve asked to shut down.
+how many are open; only when none is left is Serve asked to shut down. What is still open at the
+limit is ended by the replicas, with an error that says so.
 """
 
 from __future__ import annotations
 
+import enum
 import time
 
 import msgspec
@@ -28,6 +30,21 @@ _NOTICE_KEY = "flare:drain"
 _OPEN_KEY = "flare:open:"
 
 
+class Stage(enum.IntEnum):
+    """What an HTTP replica does with requests."""
+
+    OPEN = 0
+    REFUSE_NEW = 1
+    END_ALL = 2
+
+
+class _Notice(msgspec.Struct, frozen=True):
+    """Wall-clock seconds at which open requests end, and at which the notice itself does."""
+
+    end_all_s: float
+    until_s: float
+
+
 class OpenRequests(msgspec.Struct, frozen=True):
     """Report of one HTTP replica that drains.
 
@@ -42,6 +59,7 @@ class OpenRequests(msgspec.Struct, frozen=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(OpenRequests).decode
+_decode_notice = msgspec.msgpack.Decoder(_Notice).decode
 
 
 class Drain:
@@ -55,15 +73,20 @@ class Drain:
         # The store splits namespace and key at the first colon.
         self._namespace = "flare-" + application.replace(":", "-")
 
-    def ask(self, limit_s: float) -> None:
-        """Refuse new requests for `limit_s` seconds from now, or until `clear`."""
+    def ask(self, limit_s: float, grace_s: float) -> None:
+        """Refuse new requests from now on and end those that are open after `limit_s` seconds;
+        holds until `clear`, or `grace_s` seconds beyond the limit."""
         self.clear()
-        self._put(_NOTICE_KEY, repr(time.time() + limit_s).encode())
+        end_all_s = time.time() + limit_s
+        self._put(_NOTICE_KEY, _encode(_Notice(end_all_s, end_all_s + grace_s)))
 
-    def asked(self) -> bool:
-        """Whether new requests are to be refused."""
-        until_s = _internal_kv_get(_NOTICE_KEY, namespace=self._namespace)
-        return until_s is not None and time.time() < float(until_s)
+    def stage(self) -> Stage:
+        """What the notice asks for now."""
+        raw = _internal_kv_get(_NOTICE_KEY, namespace=self._namespace)
+        notice, now_s = None if raw is None else _decode_notice(raw), time.time()
+        if notice is None or now_s >= notice.until_s:
+            return Stage.OPEN
+        return Stage.END_ALL if now_s >= notice.end_all_s else Stage.REFUSE_NEW
 
     def report(self, replica_id: str, report: OpenRequests) -> None:
         """Say how many requests a replica has open."""

@@ -34,6 +34,8 @@ FAILED_DEPLOYMENT = (DeploymentStatus.DEPLOY_FAILED, DeploymentStatus.UNHEALTHY)
 IMPORT_PATH = f"{__name__}:build"
 DRAIN_GRACE_S = 15.0
 """Seconds beyond `graceful_shutdown_s` for which new requests stay refused: Serve ends within."""
+END_LIMIT_S = 3.0
+"""Seconds for HTTP replicas to hear that open requests end, and for the errors to reach clients."""
 DRAIN_POLL_S = 0.25
 
 
@@ -146,14 +148,21 @@ class LocalServe:
         limit_s = max(given_s, default=0.0)
         deadline_s = time.monotonic() + limit_s
         for drain in self._drains.values():
-            drain.ask(limit_s + DRAIN_GRACE_S)
+            drain.ask(limit_s, DRAIN_GRACE_S)
         if self._others:
             client.delete_apps(self._others, blocking=False)
+        if self._drained_before(deadline_s):
+            return
+        logger.warning("requests are open after %g s (graceful_shutdown_s); they end now", limit_s)
+        if not self._drained_before(time.monotonic() + END_LIMIT_S):
+            logger.warning("an HTTP replica did not end its requests in %g s", END_LIMIT_S)
+
+    def _drained_before(self, deadline_s: float) -> bool:
         while time.monotonic() < deadline_s:
             time.sleep(DRAIN_POLL_S)
             if self._drained():
-                return
-        logger.warning("requests are open after %g s (graceful_shutdown_s); they end now", limit_s)
+                return True
+        return False
 
     def _drained(self) -> bool:
         applications = serve.status().applications

@@ -38,6 +38,7 @@ LATE_LIMIT_S = 5.0
 """Seconds that a request waits for the first sight of an engine; reports come each second."""
 INFO_AGE_S = 1.0
 """Age up to which facts about a ready engine are reused."""
+SHUTTING_DOWN = "the service is shutting down"
 CALL_GRACE_S = 0.25
 """Seconds that a failed call leaves its last items on the stream to arrive first."""
 
@@ -131,10 +132,15 @@ class RemoteClient:
         await self.wait_ready(time.monotonic() + LATE_LIMIT_S)
         return await self._engine_info()
 
+    def end_all(self) -> None:
+        """End every open request with an error: the service stops now."""
+        for stream in self.streams:
+            stream.end(SHUTTING_DOWN + "; this request was still running at its time limit")
+
     def _check_open(self) -> None:
         if self.draining:
             raise Overloaded(
-                "the service is shutting down and takes no new requests",
+                SHUTTING_DOWN + " and takes no new requests",
                 retry_after_s=UNAVAILABLE_RETRY_S,
                 status=503,
             )
@@ -234,6 +240,20 @@ class RemoteStream:
         self._admissions = 0
         self._pending: list[RequestItem] = []
         self._finished = False
+        self._ended: Failed | None = None
+
+    def end(self, why: str) -> None:
+        """End the request with an error where it stands; idempotent."""
+        if self._ended is None:
+            self._ended = Failed(
+                self._request.request_id,
+                "overloaded",
+                why,
+                status=503,
+                retry_after_s=UNAVAILABLE_RETRY_S,
+            )
+            if self._attempt is not None:
+                self._attempt.inbox.put(self._ended)
 
     async def admit(self) -> None:
         """Submit until an engine admits the request.
@@ -243,6 +263,8 @@ class RemoteStream:
         """
         deadline_s = time.monotonic() + OPEN_LIMIT_S
         while True:
+            if self._ended is not None:
+                raise failure_error(self._ended)
             self._attempt = _Attempt(self._client, self._request, self._number)
             self._number += 1
             items = await self._attempt.first(deadline_s)
@@ -254,7 +276,7 @@ class RemoteStream:
             self._drop_attempt()
             # An engine that is leaving refuses with 503; once waiting, a request waits that out.
             gone = head.code == "rank_failure" or (head.status == 503 and self._number > 1)
-            if not gone or time.monotonic() >= deadline_s:
+            if not gone or self._ended is not None or time.monotonic() >= deadline_s:
                 raise failure_error(head)
             logger.warning(
                 "request %s waits for another engine: %s", self._request.request_id, head.message

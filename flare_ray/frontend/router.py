@@ -20,7 +20,7 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from flare_ray.actors.directory import EngineDirectory, EngineRecord
-from flare_ray.actors.draining import POLL_S, Drain, OpenRequests
+from flare_ray.actors.draining import POLL_S, Drain, OpenRequests, Stage
 from flare_ray.actors.stream_receiver import StreamReceiver
 from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.messages import Failed, Finished
@@ -169,17 +169,21 @@ class ServeClient:
             logger.info("no engine was ready when this HTTP replica started: %s", error)
 
     async def _heed_drain(self) -> None:
-        """Close admission when the service is told to drain, and report what is still open."""
+        """Close admission when the service is told to drain, report what is still open, and end it
+        when its time is up."""
         replica_id, looks = uuid.uuid4().hex, 0
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                asked = await asyncio.to_thread(self._drain.asked)
-                if asked != self.client.draining:
-                    logger.info("new requests are %s", "refused" if asked else "taken again")
-                self.client.draining = asked
-                looks = looks + 1 if asked else 0
-                if asked:
+                stage = await asyncio.to_thread(self._drain.stage)
+                draining = stage != Stage.OPEN
+                if draining != self.client.draining:
+                    logger.info("new requests are %s", "refused" if draining else "taken again")
+                self.client.draining = draining
+                if stage == Stage.END_ALL:
+                    self.client.end_all()
+                looks = looks + 1 if draining else 0
+                if draining:
                     report = OpenRequests(len(self.client.streams), looks)
                     await asyncio.to_thread(self._drain.report, replica_id, report)
             except Exception:

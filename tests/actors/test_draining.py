@@ -2,7 +2,7 @@
 
 import pytest
 
-from flare_ray.actors.draining import SETTLED_LOOKS, Drain, OpenRequests
+from flare_ray.actors.draining import SETTLED_LOOKS, Drain, OpenRequests, Stage
 
 pytestmark = pytest.mark.ray
 
@@ -14,18 +14,21 @@ def drain(cluster):
     notice.clear()
 
 
-def test_notice_holds_until_it_is_cleared_or_its_time_is_up(drain):
-    assert not drain.asked()
-    drain.ask(60.0)
-    assert drain.asked() and Drain("draining: test").asked() and not Drain("another").asked()
+def test_notice_refuses_then_ends_all_until_it_is_cleared_or_its_time_is_up(drain):
+    assert drain.stage() == Stage.OPEN
+    drain.ask(60.0, 60.0)
+    assert drain.stage() == Drain("draining: test").stage() == Stage.REFUSE_NEW
+    assert Drain("another").stage() == Stage.OPEN
     drain.clear()
-    assert not drain.asked()
-    drain.ask(-1.0)
-    assert not drain.asked()
+    assert drain.stage() == Stage.OPEN
+    drain.ask(0.0, 60.0)
+    assert drain.stage() == Stage.END_ALL
+    drain.ask(-2.0, 1.0)
+    assert drain.stage() == Stage.OPEN
 
 
 def test_application_has_drained_once_every_replica_has_settled_with_nothing_open(drain):
-    drain.ask(60.0)
+    drain.ask(60.0, 60.0)
     assert not drain.drained(1) and drain.drained(0)
     drain.report("one", OpenRequests(0, SETTLED_LOOKS))
     assert drain.drained(1) and not drain.drained(2)
@@ -38,7 +41,7 @@ def test_application_has_drained_once_every_replica_has_settled_with_nothing_ope
 
 
 def test_new_notice_forgets_the_reports_of_the_last(drain):
-    drain.ask(60.0)
+    drain.ask(60.0, 60.0)
     drain.report("gone", OpenRequests(5, 9))
-    drain.ask(60.0)
+    drain.ask(60.0, 60.0)
     assert drain.reports() == []

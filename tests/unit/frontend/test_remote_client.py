@@ -176,6 +176,39 @@ def test_draining_client_refuses_new_requests_and_finishes_open_ones():
     assert asyncio.run(cluster.client.info()) == INFO
 
 
+def test_request_still_open_when_the_service_stops_ends_with_an_error_in_its_stream():
+    def behave(call, _):
+        call.admit()
+        call.delta(1)
+
+    async def scenario(cluster):
+        stream = await cluster.client.open(REQUEST)
+        cluster.client.draining = True
+        cluster.client.end_all()
+        cluster.client.end_all()
+        events = [event async for event in stream]
+        await stream.aclose()
+        assert cluster.calls[0].cancelled
+        return events
+
+    events, _ = run(behave, scenario)
+    assert shape(events) == [(1,), "Failed"]
+    assert events[-1].status == 503 and "shutting down" in events[-1].message
+
+
+def test_request_that_waits_for_an_engine_when_the_service_stops_is_refused():
+    async def scenario(cluster):
+        opening = asyncio.create_task(cluster.client.open(REQUEST))
+        await asyncio.sleep(0.02)
+        cluster.client.end_all()
+        with pytest.raises(Overloaded, match="shutting down") as refusal:
+            await opening
+        assert refusal.value.status == 503
+        await asyncio.sleep(0.01)
+
+    run(lambda call, _: None, scenario)
+
+
 def test_request_that_lost_its_engine_is_run_again_while_the_client_drains():
     def behave(call, number):
         if number == 0:
