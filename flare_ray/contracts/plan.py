@@ -183,7 +183,7 @@ class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
     mask_row: int = -1
 
 
-class RoundPlan(msgspec.Struct, frozen=True, array_like=True):
+class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """One program execution on every rank. In order: `saves`, `inits`, `restores`, `grants`, the
     program, `captures`.
 

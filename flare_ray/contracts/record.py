@@ -104,7 +104,7 @@ class TokenScore(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: tuple[float, ...] = ()
 
 
-class RoundReply(msgspec.Struct, frozen=True, array_like=True):
+class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """What one rank sends back for one plan.
 
     Attributes:

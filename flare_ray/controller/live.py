@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
-from flare_ray.controller.paging.prefix import Snapshot, TokenChain
+from flare_ray.controller.paging.chain import TokenChain
+from flare_ray.controller.paging.prefix import Snapshot
 from flare_ray.controller.stops import OutputStops
 
 

@@ -32,8 +32,9 @@ from flare_ray.controller.cohort import Planner, SubmittedRound
 from flare_ray.controller.harvest import Harvester
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.meters import Meters
+from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.pool import PagePool
-from flare_ray.controller.paging.prefix import PrefixIndex, TokenChain
+from flare_ray.controller.paging.prefix import PrefixIndex
 from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher

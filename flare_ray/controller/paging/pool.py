@@ -149,6 +149,25 @@ class PagePool:
         self._promised -= self._reserved.pop(owner) - len(held)
         self._disown(reversed(held))
 
+    def take(self, pages: int) -> tuple[int, ...] | None:
+        """Free pages for a snapshot that is about to be filled, held by it from now on.
+
+        Snapshots are evicted as far as that needs.
+
+        Returns:
+            None if too few pages are or become free.
+        """
+        if pages > self.free_pages:
+            return None
+        while pages > len(self._free) - self._promised:
+            if not self._evict():
+                return None
+        taken = tuple(self._free.pop() for _ in range(pages))
+        for page in taken:
+            self._holds[page] = 1
+        self._cached += pages
+        return taken
+
     def hold(self, pages: Iterable[int]) -> None:
         """A snapshot keeps `pages`, which somebody owns or another snapshot holds."""
         for page in pages:

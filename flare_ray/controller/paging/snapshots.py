@@ -103,6 +103,7 @@ class Snapshots:
         self.queried_tokens += len(live.request.prompt_tokens)
         if snapshot is not None:
             self.hit_tokens += snapshot.tokens
+            self.index.hit(snapshot)
             live.snapshot = snapshot
             live.cached_tokens = snapshot.tokens
             live.planned_tokens = snapshot.tokens
