@@ -1,4 +1,6 @@
-"""Environment of every test run: offline, quiet Ray, printed seeds, GPU tests skipped by name."""
+"""Environment of every test run: offline, quiet Ray, printed seeds, GPU tests skipped by name; what
+runs side by side when pytest-xdist shares the tests out (`-n 2 --dist loadgroup`).
+"""
 
 import os
 import random
@@ -20,6 +22,8 @@ for _name, _value in {
 
 SEED_VARIABLE = "FLARE_TEST_SEED"
 RUN_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
+# Processes that pytest-xdist starts take it over.
+os.environ[SEED_VARIABLE] = str(RUN_SEED)
 
 # A slow machine must not turn a correct property into a failure; a failing example is printed as a
 # blob that reproduces it.
@@ -29,6 +33,16 @@ settings.load_profile("flare")
 
 def pytest_report_header() -> str:
     return f"randomised tests: {SEED_VARIABLE}={RUN_SEED}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start Ray come last, and one after the other: they take both cores, and some
+    measure time. The others stay together by file, since they share fixtures."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
+    for item in items:
+        alone = item.get_closest_marker("ray") is not None
+        item.add_marker(pytest.mark.xdist_group("ray" if alone else item.location[0]))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -42,7 +56,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def random_seed(request: pytest.FixtureRequest) -> int:
     """Seed of one randomised test: the run's seed mixed with its name, printed on failure."""
-    seed = random.Random(f"{RUN_SEED}:{request.node.nodeid}").randrange(2**31)
+    name = request.node.nodeid.partition("@")[0]  # pytest-xdist appends the test's group
+    seed = random.Random(f"{RUN_SEED}:{name}").randrange(2**31)
     print(f"{SEED_VARIABLE}={RUN_SEED} gives this test the seed {seed}")
     return seed
 
