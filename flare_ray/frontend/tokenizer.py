@@ -67,9 +67,18 @@ class TextCodec:
         if self.template is not None:
             self._try_template(folder)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with whatever the tokeniser itself puts around a text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=True).ids)
+    def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a plain prompt, with whatever the tokeniser itself puts around a text unless
+        `special` is false."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def spellings(self, tokens: Sequence[int]) -> list[str]:
+        """The vocabulary's own spelling of each id; "" for ids that only pad the vocabulary."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
     def encode_chat(
         self,

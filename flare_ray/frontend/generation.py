@@ -1,0 +1,126 @@
+"""One generation request, whatever API it speaks.
+
+Stages: 1. read the body, bounded; 2. ask what the engine can do; 3. check, render, tokenise, in the
+words of the API; 4. open: wait for admission; 5. only now begin the response. Everything up to 4
+fails with a proper status; a client that leaves at any stage cancels its request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.client import EngineClient, EngineInfo, RequestStream
+from flare_ray.frontend.guard import request_id_of
+from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.openai.requests import decode_json
+from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sse import EventStream, until_gone
+
+logger = logging.getLogger("ray.serve.flare")
+
+
+class AnswerWriter(Protocol):
+    """Output items in, one API's bytes out."""
+
+    async def whole(self, streams: Sequence[RequestStream]) -> bytes:
+        """The body of an answer that is not streamed; raises FlareError if the request failed."""
+
+    def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """Server-sent events; a failure is the last of them."""
+
+
+Prepare = Callable[..., Awaitable[tuple[Prepared, AnswerWriter]]]
+"""(settings, info, body, *, unique_id) -> a request ready to be opened, and who writes its answer;
+raises InvalidRequest for whatever is wrong with the body."""
+
+
+class Generator:
+    """Runs requests on an engine."""
+
+    def __init__(self, client: EngineClient, settings: ApiSettings) -> None:
+        self._client = client
+        self._settings = settings
+
+    async def read(self, request: Request) -> tuple[dict[str, Any], EngineInfo]:
+        """The body, and what the engine can do."""
+        body = decode_json(await read_body(request, self._settings.max_body_bytes))
+        return body, await self._client.request_info()
+
+    async def answer(self, request: Request, prepare: Prepare) -> Response:
+        """The response to one request."""
+        body, info = await self.read(request)
+        unique_id = request_id_of(request)
+        prepared, writer = await prepare(self._settings, info, body, unique_id=unique_id)
+        if not prepared.stream:
+            work = self._whole(prepared, writer)
+            return Response(await until_gone(work, request.receive), media_type="application/json")
+        streams: list[RequestStream] = []
+
+        async def close() -> None:
+            await close_all(streams)
+
+        try:
+            await until_gone(self._open(prepared, streams), request.receive)
+        except BaseException:
+            await close()
+            raise
+        return EventStream(writer.frames(streams), close=close)
+
+    async def _whole(self, prepared: Prepared, writer: AnswerWriter) -> bytes:
+        streams: list[RequestStream] = []
+        try:
+            await self._open(prepared, streams)
+            return await writer.whole(streams)
+        finally:
+            await close_all(streams)
+
+    async def _open(self, prepared: Prepared, streams: list[RequestStream]) -> None:
+        """Open all generations of one request into `streams`, which the caller closes: a result
+        handed back would be lost if the caller is cancelled in the very moment it is ready."""
+        for generation in prepared.requests:
+            streams.append(await self._client.open(generation))
+        logger.info(
+            "request %s: %d choice(s), %d prompt tokens, user %s",
+            prepared.response_id,
+            len(prepared.prompt_tokens),
+            sum(prepared.prompt_tokens),
+            prepared.user or "-",
+        )
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, never more than `limit` bytes of it in memory.
+
+    Raises:
+        InvalidRequest: status 413: it is larger.
+    """
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared[:20]) > limit:
+        raise _too_large(limit, f"{declared[:20]} bytes")
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise _too_large(limit, "more")
+    return bytes(data)
+
+
+async def close_all(streams: Sequence[RequestStream]) -> None:
+    """Close every stream."""
+    for stream in streams:
+        await stream.aclose()
+
+
+def _too_large(limit: int, got: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the request body may have {limit} bytes, got {got}; raise ingress.max_body_bytes or send "
+        "less",
+        code="request_too_large",
+        status=413,
+    )
