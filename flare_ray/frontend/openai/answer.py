@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from flare_ray.frontend.openai.responses import (
     ChatDelta,
     ChatMessage,
     ChunkChoice,
+    CompletionTokensDetails,
     Envelope,
     FunctionCall,
     PromptTokensDetails,
@@ -37,9 +38,10 @@ from flare_ray.frontend.openai.responses import (
     frame,
 )
 from flare_ray.frontend.openai.responses import encode as encode_body
-from flare_ray.frontend.parsers import ChatEvent, ChatParser, ContentText, ReasoningText
+from flare_ray.frontend.parsers import ChatEvent, ContentText, ReasoningText
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.stream import failure_error
+from flare_ray.frontend.turn import Turn
 
 
 class Choice(Protocol):
@@ -108,16 +110,14 @@ class ChatChoiceBuilder:
     def __init__(
         self,
         index: int,
-        detokenizer: IncrementalDetokenizer,
+        turn: Turn,
         scored: ScoredTokens,
         *,
-        parser: ChatParser,
         call_prefix: str,
     ) -> None:
         self._index = index
-        self._detokenizer = detokenizer
+        self._turn = turn
         self._scored = scored
-        self._parser = parser
         self._call_prefix = call_prefix
         self._opened = False
         self._content: list[str] = []
@@ -127,13 +127,11 @@ class ChatChoiceBuilder:
     def add(self, delta: Delta) -> list[ChunkChoice]:
         """See `Choice.add`."""
         self._scored.add(delta)
-        text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
-        return self._scored_chunks(self._chunks(self._parser.feed(text))) if text else []
+        return self._scored_chunks(self._chunks(self._turn.add(delta)))
 
     def end(self, finished: Finished) -> list[ChunkChoice]:
         """See `Choice.end`."""
-        events = self._parser.feed(self._detokenizer.finish())
-        chunks = self._chunks(events) + self._chunks(self._parser.finish())
+        chunks = self._chunks(self._turn.end())
         last = ChunkChoice(
             index=self._index,
             delta=ChatDelta() if self._opened else self._opening(ChatDelta(content="")),
@@ -169,7 +167,7 @@ class ChatChoiceBuilder:
         return chunks
 
     def _finish_reason(self, finished: Finished) -> str:
-        calls = self._parser.num_calls > 0 and finished.reason == "stop"
+        calls = self._turn.num_calls > 0 and finished.reason == "stop"
         return "tool_calls" if calls else finished.reason
 
     def _chunks(self, events: Sequence[ChatEvent]) -> list[ChunkChoice]:
@@ -223,6 +221,7 @@ class Answer:
         self._style = style
         self._created = int(time.time())
         self._finished: dict[int, Finished] = {}
+        self._turns: dict[int, Turn] = {}
         self._choices = [self._choice(i) for i in range(len(prepared.prompt_tokens))]
 
     async def whole(self, streams: Sequence[RequestStream]) -> bytes:
@@ -283,19 +282,15 @@ class Answer:
         scored = ScoredTokens(self._settings.codec.token_bytes, wanted=wanted)
         if not self._style.chat:
             return TextChoiceBuilder(index, detokenizer, scored)
-        parser = ChatParser(
-            self._settings.chat,
-            tools=self._prepared.tools,
-            inside_reasoning=self._prepared.inside_reasoning,
-        )
+        turn = self._turns[index] = Turn(self._settings, self._prepared)
         prefix = f"call_{self._prepared.response_id.removeprefix('chatcmpl-')}"
-        return ChatChoiceBuilder(index, detokenizer, scored, parser=parser, call_prefix=prefix)
+        return ChatChoiceBuilder(index, turn, scored, call_prefix=prefix)
 
     def _usage(self) -> Usage:
         prompt = sum(self._prepared.prompt_tokens[:: self._prepared.choices_per_prompt])
-        completion = sum(f.completion_tokens for f in self._finished.values())
-        cached = sum(f.cached_tokens for f in self._finished.values())
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        ended = self._finished.values()
+        reasoning = sum(turn.reasoning_tokens for turn in self._turns.values())
+        return usage_of(prompt, ended, reasoning_tokens=reasoning)
 
     def _envelope(
         self,
@@ -312,6 +307,21 @@ class Answer:
             choices=list(choices),
             usage=usage,
         )
+
+
+def usage_of(prompt: int, ended: Iterable[Finished], *, reasoning_tokens: int) -> Usage:
+    """Token counts of choices that share one prompt of `prompt` tokens."""
+    ended = tuple(ended)
+    completion = sum(f.completion_tokens for f in ended)
+    offered = sum(f.drafts_offered for f in ended)
+    accepted = sum(f.drafts_accepted for f in ended)
+    return Usage(
+        prompt,
+        completion,
+        prompt + completion,
+        PromptTokensDetails(sum(f.cached_tokens for f in ended)),
+        CompletionTokensDetails(reasoning_tokens, accepted, offered - accepted),
+    )
 
 
 async def merged(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, StreamEvent]]:

@@ -15,6 +15,20 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    """What became of the output.
+
+    Attributes:
+        reasoning_tokens: part of `completion_tokens`.
+        accepted_prediction_tokens: drafts, from whatever source, that are in the output.
+        rejected_prediction_tokens: drafts that were verified in vain; not in `completion_tokens`.
+    """
+
+    reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True):
     """Token counts; `completion_tokens` includes a terminal token."""
 
@@ -22,6 +36,7 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class FunctionCall(msgspec.Struct, frozen=True):

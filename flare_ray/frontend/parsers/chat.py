@@ -67,6 +67,11 @@ class ChatParser:
         else:
             self._state = _State.START if chat.reasoning_open else _State.CONTENT
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the next letter belongs to reasoning, its closing tag included."""
+        return self._state is _State.REASONING
+
     def feed(self, text: str) -> list[ChatEvent]:
         """Events that `text` completes; neighbouring text of one kind is joined."""
         events: list[ChatEvent] = []

@@ -46,6 +46,25 @@ def test_whole_answer_has_reasoning_content_usage_and_finish(make_api):
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": len("because</think>"),
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
+    }
+
+
+@pytest.mark.parametrize("step", [1, 3, 50])
+def test_usage_tells_reasoning_and_drafts_apart(make_api, step):
+    def script(request):
+        *deltas, ended = answer("why</think>because", step=step)(request)
+        return [*deltas, msgspec.structs.replace(ended, drafts_offered=9, drafts_accepted=5)]
+
+    details = make_api(script).chat().json()["usage"]["completion_tokens_details"]
+    assert details == {
+        "reasoning_tokens": len("why</think>"),
+        "accepted_prediction_tokens": 5,
+        "rejected_prediction_tokens": 4,
     }
 
 
