@@ -1,6 +1,7 @@
 """The HTTP routes over any `EngineClient`; knows nothing of Ray (contract: A3).
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{model}
+    POST /v1/messages           POST /v1/messages/count_tokens
     POST /tokenize              POST /detokenize
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
     GET /metrics  Prometheus text of all engines
@@ -18,6 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from flare_ray.frontend.anthropic.prepare import check_version, count_tokens, prepare_message
 from flare_ray.frontend.client import EngineClient, EngineInfo
 from flare_ray.frontend.generation import AnswerWriter, Generator
 from flare_ray.frontend.guard import error_response, guarded
@@ -47,6 +49,8 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
         ("/v1/completions", "POST", routes.completion),
         ("/v1/models", "GET", routes.models),
         ("/v1/models/{model:path}", "GET", routes.model),
+        ("/v1/messages", "POST", routes.message),
+        ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/tokenize", "POST", routes.tokenize),
         ("/v1/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
@@ -74,6 +78,15 @@ class _Routes:
 
     async def completion(self, request: Request) -> Response:
         return await self._generator.answer(request, _completion)
+
+    async def message(self, request: Request) -> Response:
+        check_version(request)
+        return await self._generator.answer(request, prepare_message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        check_version(request)
+        body, info = await self._generator.read(request)
+        return _json(await count_tokens(self._settings, info, body))
 
     async def tokenize(self, request: Request) -> Response:
         body, info = await self._generator.read(request)

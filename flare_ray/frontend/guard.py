@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from flare_ray.errors import FlareError, InvalidRequest
+from flare_ray.frontend.anthropic.errors import VERSION_HEADER, anthropic_error
 from flare_ray.frontend.openai.errors import ErrorDetail, HttpError, http_error
 from flare_ray.frontend.sse import ClientGone
 
@@ -22,58 +23,60 @@ REQUEST_ID_HEADER = "x-request-id"
 REQUEST_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
 """Of every response: the names of the two APIs."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+MESSAGES_PATH = "/v1/messages"
 CLIENT_CLOSED_STATUS = 499
 """Logged, never seen by anyone: the client has gone (the code other servers use)."""
 
 Handler = Callable[[Request], Awaitable[Response]]
-ErrorShape = Callable[[HttpError, str], tuple[int, bytes]]
-"""(failure, request id) -> status and body."""
 
 
-def openai_shape(error: HttpError, request_id: str) -> tuple[int, bytes]:
-    """`{"error": {...}}`."""
-    return error.status, error.body()
-
-
-def guarded(handler: Handler, shape: ErrorShape = openai_shape) -> Handler:
-    """`handler`, whose failures become responses of `shape`; our own ones are logged."""
+def guarded(handler: Handler) -> Handler:
+    """`handler`, whose failures become responses; our own ones are logged."""
 
     async def guard(request: Request) -> Response:
-        request.state.request_id = uuid.uuid4().hex
         try:
-            request.state.request_id = _request_id(request)
+            request.state.request_id = _given_id(request)
             response = await handler(request)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_STATUS)
         except Exception as error:
-            response = error_response(request, _failure(request, error), shape)
-        for name in REQUEST_ID_HEADERS:
-            response.headers[name] = request_id_of(request)
-        return response
+            response = error_response(request, _failure(request, error))
+        return identified(request, response)
 
     return guard
 
 
+def identified(request: Request, response: Response) -> Response:
+    """`response` with the request's id in its headers."""
+    for name in REQUEST_ID_HEADERS:
+        response.headers[name] = request_id_of(request)
+    return response
+
+
 def request_id_of(request: Request) -> str:
-    """Id of a guarded request: the client's X-Request-ID, else a fresh one."""
+    """The client's X-Request-ID, else a fresh one, always the same for one request."""
+    if getattr(request.state, "request_id", None) is None:
+        request.state.request_id = uuid.uuid4().hex
     return str(request.state.request_id)
 
 
 def error_response(
     request: Request,
     error: HttpError,
-    shape: ErrorShape = openai_shape,
     *,
     headers: Mapping[str, Any] | None = None,
 ) -> Response:
-    """A failure as a response."""
+    """A failure as a response, in the shape of the API that the client speaks."""
     extra = dict(headers or {})
     if error.retry_after_s:
         extra["retry-after"] = str(error.retry_after_s)
     if error.status == 413:
         extra["connection"] = "close"  # the rest of the body is not read
-    status, body = shape(error, getattr(request.state, "request_id", ""))
-    return Response(body, status_code=status, headers=extra, media_type="application/json")
+    status, body = error.status, error.body()
+    if request.url.path.startswith(MESSAGES_PATH) or VERSION_HEADER in request.headers:
+        status, body = anthropic_error(error, request_id_of(request))
+    response = Response(body, status_code=status, headers=extra, media_type="application/json")
+    return identified(request, response)
 
 
 def _failure(request: Request, error: Exception) -> HttpError:
@@ -93,16 +96,14 @@ def _failure(request: Request, error: Exception) -> HttpError:
     return HttpError(status=500, detail=detail)
 
 
-def _request_id(request: Request) -> str:
+def _given_id(request: Request) -> str | None:
     """The client's own id; part of the response's id.
 
     Raises:
         InvalidRequest: the header holds something that is no identifier.
     """
     given = request.headers.get(REQUEST_ID_HEADER)
-    if given is None:
-        return str(request.state.request_id)
-    if REQUEST_ID.fullmatch(given) is None:
+    if given is not None and REQUEST_ID.fullmatch(given) is None:
         raise InvalidRequest(
             "X-Request-ID: 1 to 128 letters, digits, '.', '_', ':' or '-'", param="X-Request-ID"
         )
