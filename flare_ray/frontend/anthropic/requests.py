@@ -17,8 +17,16 @@ from flare_ray.frontend.anthropic.blocks import CacheControl, chat_messages, sys
 from flare_ray.frontend.openai.requests import validation_failure
 from flare_ray.frontend.settings import ApiSettings
 
-REFUSED = ("container", "context_management", "diagnostics", "inference_geo", "mcp_servers")
-REFUSED += ("speed", "user_profile_id", "workspace_id")
+REFUSED: tuple[str, ...] = (
+    "container",
+    "context_management",
+    "diagnostics",
+    "inference_geo",
+    "mcp_servers",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+)
 """Fields of the API that name services this server has not."""
 THINKING_SWITCH = "enable_thinking"
 """Variable by which the templates of this field turn reasoning off."""
