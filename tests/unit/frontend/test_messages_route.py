@@ -235,17 +235,9 @@ def test_tool_loop_is_rendered_like_the_chat_request_that_says_the_same(api):
     assert response.status_code == 200, response.text
     ours = api.prompt
     function = {"name": "weather", "arguments": {"city": "Rome"}}
+    declared = {"name": "weather", "parameters": TOOL["input_schema"], "description": "d"}
     api.chat(
-        tools=[
-            {
-                "type": "function",
-                "function": {
-                    "name": "weather",
-                    "parameters": TOOL["input_schema"],
-                    "description": "d",
-                },
-            }
-        ],
+        tools=[{"type": "function", "function": declared}],
         messages=[
             {"role": "system", "content": "A\n\nB"},
             {"role": "user", "content": "q"},
