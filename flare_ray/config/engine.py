@@ -80,6 +80,12 @@ class AdmissionConfig(BaseModel, frozen=True, extra="forbid"):
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="Longest prompt accepted; None = context_tokens - 1."
     )
+    preemption: bool = Field(
+        True,
+        description="Admit requests on their prompts' pages and preempt the youngest of lowest "
+        "priority when pages run out; off = a request waits until all pages that it could ever "
+        "need are free, and is never interrupted.",
+    )
 
 
 class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):

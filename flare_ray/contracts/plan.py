@@ -67,6 +67,10 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
             id: the text does not depend on drafts, widths or neighbours (contract: S8).
         generated_from: position from which prefilled tokens count as generated (resume after
             preemption); ALWAYS = all of them are prompt.
+        output: tokens generated before a preemption that a restore brings, from `generated_from` on
+            in order, four bytes each, little-endian; needed where penalties or bad words read them,
+            since no program consumes them again. Counts with the shared pages' ids against
+            MAX_SHARED_PAGES.
     """
 
     slot: int
@@ -88,6 +92,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     seen: bytes = b""
     coupled: bool = False
     generated_from: int = ALWAYS
+    output: bytes = b""
 
     @property
     def penalised(self) -> bool:

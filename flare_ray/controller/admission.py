@@ -2,14 +2,17 @@
 (contract: C1).
 
 Order: lower `priority` first, arrival order among equals. The head of the queue waits until a slot
-is free and the pool can promise its worst case; nobody overtakes it, so a long request is never
-starved by short ones. A request that was accepted into the queue keeps its place.
+is free and the pool can promise the pages of its prompt, while every running request, itself
+included, could still grow by GROWTH_PAGES; nobody overtakes it, so a long request is never starved
+by short ones. A request that was accepted into the queue keeps its place, also when it is preempted
+and comes back. Without preemption the pool must promise its worst case instead.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flare_ray.contracts.request import GenerationRequest
@@ -17,6 +20,12 @@ from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import PagePool, pages_for
 from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.errors import ContractViolation, InvalidRequest, Overloaded
+
+PREEMPTION_KINDS = ("snapshot", "recompute")
+GROWTH_PAGES = 2
+"""Pages, 128 tokens, that each running request can still grow by when another one is admitted. Less
+would let a request in only to preempt it, or another, a page later; more leaves pages idle. Outputs
+that are shorter are reserved in full, so they are never preempted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +40,7 @@ class AdmissionLimits:
         retry_after_s: told to a refused client.
         slack_tokens: positions that a second queued round may touch beyond the last one that can
             be committed (contract: M1).
+        preempts: pages are promised as requests grow; else all of them at admission.
     """
 
     context_tokens: int
@@ -39,6 +49,7 @@ class AdmissionLimits:
     max_waiting: int
     retry_after_s: float
     slack_tokens: int
+    preempts: bool = True
 
     def worst_case_pages(self, request: GenerationRequest) -> int:
         """Pages the request can come to touch.
@@ -48,6 +59,12 @@ class AdmissionLimits:
         """
         tokens = len(request.prompt_tokens) + request.max_tokens - 1 + self.slack_tokens
         return min(pages_for(tokens), pages_for(self.context_tokens))
+
+    def first_pages(self, live: LiveRequest) -> int:
+        """Pages promised to a request when it gets its slot."""
+        if not self.preempts:
+            return live.limit_pages
+        return min(pages_for(live.prefill_length), live.limit_pages)
 
     def check(self, request: GenerationRequest, total_pages: int) -> None:
         """Refuse what this engine can never run.
@@ -128,7 +145,8 @@ class Admission:
     Attributes:
         waiting: the queue, next one first.
         running: holders of a slot that have not ended, in order of admission.
-        holders: by slot, those and the ended ones whose rounds have not drained.
+        holders: by slot, those and the ended and preempted ones whose rounds have not drained.
+        preempted: requests preempted, by what their state became: "snapshot" or "recompute".
     """
 
     def __init__(
@@ -141,6 +159,12 @@ class Admission:
         self.waiting: list[LiveRequest] = []
         self.running: dict[int, LiveRequest] = {}
         self.holders: dict[int, LiveRequest] = {}
+        self.preempted = dict.fromkeys(PREEMPTION_KINDS, 0)
+
+    @property
+    def short_pages(self) -> int:
+        """Pages that running requests lack for their next rounds."""
+        return sum(live.short_pages for live in self.running.values())
 
     def enqueue(self, live: LiveRequest) -> None:
         """Check a new request and queue it.
@@ -150,7 +174,8 @@ class Admission:
             Overloaded: the queue is full (and the request could not get a slot at once).
         """
         self.limits.check(live.request, self.pool.total_pages)
-        bisect.insort(self.waiting, live, key=_queue_key)
+        live.limit_pages = self.limits.worst_case_pages(live.request)
+        self._queue(live)
         if len(self.waiting) <= self.limits.max_waiting or self._would_run_now(live):
             return
         self.waiting.remove(live)
@@ -166,12 +191,17 @@ class Admission:
         if place >= self.slots.free:
             return False
         ahead = self.waiting[: place + 1]
-        needed = sum(self.limits.worst_case_pages(other.request) for other in ahead)
-        return needed <= self.pool.free_pages
+        needed = sum(map(self.limits.first_pages, ahead)) + self._growth(ahead)
+        return not self.short_pages and needed <= self.pool.free_pages
 
     def admit(self) -> list[LiveRequest]:
-        """Move requests from the head of the queue into slots while slots and pages last."""
-        admitted = []
+        """Move requests from the head of the queue into slots while slots and pages last.
+
+        None gets in while a running request lacks pages, nor while one's pages are on their way.
+        """
+        admitted: list[LiveRequest] = []
+        if self.short_pages:
+            return admitted
         while self.waiting and self.slots.free:
             live = self.waiting[0]
             if self.snapshots.is_in_the_making(live, self.running.values()):
@@ -187,43 +217,78 @@ class Admission:
         return admitted
 
     def _reserve(self, live: LiveRequest) -> bool:
-        """Promise the worst case, less what a snapshot shares.
+        """Promise the first pages, less what a snapshot shares.
 
         A pinned snapshot must not be what the promise waits for, so the request goes without one
         before it goes without pages.
         """
-        pages = self.limits.worst_case_pages(live.request)
+        pages = self.limits.first_pages(live)
+        spare = self._growth((live,))
         snapshot = self.snapshots.find(live)
         if snapshot is not None:
             shared = snapshot.shared_pages
-            if self.pool.reserve(live.uid, pages - len(shared), shared):
+            if self.pool.reserve(live.uid, pages - len(shared), shared, spare=spare):
                 live.reserved_pages = pages
                 self.snapshots.admitted(live, snapshot)
                 return True
             self.snapshots.unpin(snapshot)
-        if not self.pool.reserve(live.uid, pages):
+        if not self.pool.reserve(live.uid, pages, spare=spare):
             return False
         live.reserved_pages = pages
         self.snapshots.admitted(live, None)
         return True
+
+    def _growth(self, entering: Iterable[LiveRequest]) -> int:
+        """Pages by which those that run, and those who would, may still grow unhindered."""
+        rooms = [live.limit_pages - live.reserved_pages for live in self.running.values()]
+        rooms += [live.limit_pages - self.limits.first_pages(live) for live in entering]
+        return sum(min(room, GROWTH_PAGES) for room in rooms)
+
+    def preempt(self, live: LiveRequest) -> None:
+        """Take a running request's slot and pages away; it returns to its place in the queue once
+        the rounds that reference it have been harvested, with what they bring."""
+        del self.running[live.uid]
+        live.phase = Phase.PREEMPTED
+        self.retire(live)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether slots and pages come back once the submitted rounds are harvested."""
+        return len(self.holders) > len(self.running)
 
     def end(self, live: LiveRequest) -> None:
         """Take a request out; its slot and pages return once no queued round references them."""
         if live.phase is Phase.WAITING:
             self.waiting.remove(live)
         else:
-            del self.running[live.uid]
+            self.running.pop(live.uid, None)
         live.phase = Phase.ENDED
         self.snapshots.release(live)
         self.retire(live)
 
     def retire(self, live: LiveRequest) -> None:
-        """Return an ended request's resources if its rounds have drained (contract: T7)."""
-        if live.phase is Phase.ENDED and not live.in_flight and live.slot >= 0:
-            self.pool.release(live.uid)
-            del self.holders[live.slot]
-            self.slots.give_back(live.slot)
-            live.slot = -1
+        """Return the resources of an ended or preempted request if its rounds have drained
+        (contract: T7)."""
+        if live.in_flight or live.slot < 0:
+            return
+        if live.phase is Phase.ENDED:
+            self._give_back(live)
+        elif live.phase is Phase.PREEMPTED:
+            kept = self.snapshots.preempted(live, self.short_pages)
+            self.preempted["snapshot" if kept else "recompute"] += 1
+            self.snapshots.leave(live)
+            self._give_back(live)
+            live.set_back()
+            self._queue(live)
+
+    def _give_back(self, live: LiveRequest) -> None:
+        self.pool.release(live.uid)
+        del self.holders[live.slot]
+        self.slots.give_back(live.slot)
+        live.slot = -1
+
+    def _queue(self, live: LiveRequest) -> None:
+        bisect.insort(self.waiting, live, key=lambda other: other.order)
 
     def check_integrity(self) -> None:
         """Compare slots, epochs, reservations, pages and snapshots with the requests.
@@ -241,14 +306,10 @@ class Admission:
             name = f"request {live.uid} in slot {slot}"
             if live.slot != slot or not self.slots.is_current(slot, live.epoch):
                 problems.append(f"{name}: it says slot {live.slot}, epoch {live.epoch}")
-            if (live.phase is Phase.ENDED) == (live.uid in self.running):
+            if (live.phase in (Phase.PREFILL, Phase.DECODE)) != (live.uid in self.running):
                 problems.append(f"{name}: phase {live.phase.name}")
             pages = (live.granted_pages, live.reserved_pages)
             if self.pool.count_of(live.uid) != pages:
                 problems.append(f"{name}: pages {pages}, the pool says otherwise")
         if problems:
             raise ContractViolation("admission is damaged: " + "; ".join(problems))
-
-
-def _queue_key(live: LiveRequest) -> tuple[int, int]:
-    return live.request.priority, live.uid

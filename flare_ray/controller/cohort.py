@@ -28,9 +28,10 @@ from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
 from flare_ray.controller.catalog import ServedCatalog
-from flare_ray.controller.live import LiveRequest, Phase
+from flare_ray.controller.live import LiveRequest, Phase, Unanswered
 from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
+from flare_ray.controller.preemption import Growth
 from flare_ray.controller.sampling import logit_rules, seen_bits
 from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
 
@@ -92,6 +93,7 @@ class Planner:
     ) -> None:
         self._admission = admission
         self._snapshots = admission.snapshots
+        self._growth = Growth(admission)
         self._catalog = catalog
         self._policy = policy
         self._eos_ids = eos_ids
@@ -103,9 +105,13 @@ class Planner:
 
     def next_round(self, now_ns: int) -> SubmittedRound | None:
         """The next program, or None if nobody has work for one."""
+        decoding = [live for live in self._admission.running.values() if live.may_decode]
+        # May preempt, also those whose prompt has work.
+        decoding = self._growth.cover(
+            decoding, lambda live: live.consumed_bound + self._ceiling(live) + 1
+        )
         running = self._admission.running.values()
         prompts = [live for live in running if live.phase is Phase.PREFILL]
-        decoding = [live for live in running if live.may_decode]
         if not prompts and not decoding:
             return None
         self._prefill_was_last = bool(prompts) and not (decoding and self._prefill_was_last)
@@ -168,9 +174,10 @@ class Planner:
             if restore is not None:
                 work.restores.append(restore)
         work.most_pages = max(work.most_pages, pages_for(end))
-        final = end == len(live.request.prompt_tokens)
-        tokens = live.request.prompt_tokens[start:end]
-        work.lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final))
+        final = end == live.prefill_length
+        tokens = tuple(live.chain.tokens[start:end])
+        pending = live.pending if final else -1
+        work.lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final, pending))
         captured = self._snapshots.capture(live, end)
         if captured is not None:
             save, snapshot = captured
@@ -178,7 +185,7 @@ class Planner:
             work.captures.append(Capture(index, snapshot))
         live.planned_tokens = end
         live.last_chunk_round = self._next_round
-        live.in_flight.append(0)
+        live.in_flight.append(Unanswered(0, int(final and pending < 0)))
         if final:
             live.phase = Phase.DECODE
 
@@ -212,7 +219,7 @@ class Planner:
             epoch=live.epoch,
             uid=live.uid,
             seed=sampling.seed,
-            budget=request.max_tokens,
+            budget=request.max_tokens - live.generated_base,
             temperature=sampling.temperature,
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -226,6 +233,8 @@ class Planner:
             top_logprobs=request.top_logprobs,
             seen=self._seen(live),
             coupled=sampling.reproducible,
+            generated_from=len(request.prompt_tokens),
+            output=live.restored_output,
         )
 
     def _seen(self, live: LiveRequest) -> bytes:
@@ -258,7 +267,7 @@ class Planner:
             self._grant(live, bound + drafts + 1, grants)
             most_tokens = max(most_tokens, bound + shape.verify_width)
             lanes.append(LanePlan(live.slot, live.epoch, drafts))
-            live.in_flight.append(drafts + 1)
+            live.in_flight.append(Unanswered(drafts + 1, 1))
             self._last_round_of[live.uid] = self._next_round
         plan = RoundPlan(
             round_id=self._next_round,
@@ -271,12 +280,13 @@ class Planner:
         return plan, tuple(decoding)
 
     def _ceiling(self, live: LiveRequest) -> int:
-        """Most drafts that can be of use and whose positions are reserved (contract: C5, M1).
+        """Most drafts that can be of use and that stay inside the request's worst case (contract:
+        C5, M1). What others hold has no say in it, so a text does not depend on them.
 
         One token fewer than the budget, since the target's own sample is emitted too. A lane that
-        may have passed its reservation has ended by then, or has room for its pending token.
+        may have passed its worst case has ended by then, or has room for its pending token.
         """
-        room = live.reserved_pages * PAGE_TOKENS - 1 - live.consumed_bound
+        room = live.limit_pages * PAGE_TOKENS - 1 - live.consumed_bound
         return max(0, min(self._catalog.max_width - 1, live.budget_bound - 1, room))
 
     def _grant(self, live: LiveRequest, end: int, grants: list[PageGrant]) -> None:
@@ -297,7 +307,7 @@ def _within_message(prompts: list[LiveRequest], vocab_bytes: int) -> tuple[LiveR
         added = 0 if live.started else _rule_bytes(live.request)
         if not live.started and live.planned_tokens:
             added += vocab_bytes * (live.request.sampling.repetition_penalty != 1.0)
-        pages = 0 if live.started else live.granted_pages
+        pages = 0 if live.started else live.granted_pages + len(live.restored_output) // 4
         fits = not added or not rules or rules + added <= PLAN_RULE_BYTES
         if fits and (not pages or shared + pages <= MAX_SHARED_PAGES):
             rules, shared = rules + added, shared + pages

@@ -85,7 +85,7 @@ class Harvester:
             )
         consumed_before = live.consumed_tokens
         live.consumed_tokens = record.consumed
-        live.generated_tokens = record.generated
+        live.generated_tokens = live.generated_base + record.generated
         live.rounds += 1
         live.drafts_offered += record.offered
         live.drafts_accepted += record.accepted

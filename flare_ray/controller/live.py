@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import sys
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
@@ -16,14 +19,28 @@ from flare_ray.controller.stops import OutputStops
 class Phase(enum.Enum):
     """Where a request stands.
 
-    WAITING -> PREFILL -> DECODE -> ENDED; an end may come from any of them. An ended request keeps
-    slot and pages until the rounds that reference it have been harvested (contract: T7).
+    WAITING -> PREFILL -> DECODE -> ENDED; an end may come from any of them. From PREFILL and DECODE
+    a request may be PREEMPTED, and so back to WAITING. An ended or preempted request keeps slot and
+    pages until the rounds that reference it have been harvested (contract: T7).
     """
 
     WAITING = enum.auto()
     PREFILL = enum.auto()
     DECODE = enum.auto()
+    PREEMPTED = enum.auto()
     ENDED = enum.auto()
+
+
+class Unanswered(NamedTuple):
+    """One program that has not answered yet, as a bound on what it did to one request.
+
+    Attributes:
+        consumes: most tokens it consumes; 0 for a prefill chunk, whose tokens are planned ones.
+        emits: least tokens it emits if the request is alive.
+    """
+
+    consumes: int
+    emits: int
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +51,26 @@ class LiveRequest:
         uid: engine-unique integer; also the owner of its pages.
         deadline_ns: clock reading at which it is ended with an error; 0 = never.
         slot / epoch: its device slot and that slot's generation; -1 and 0 while waiting.
-        reserved_pages / granted_pages: pages promised at admission / page-table entries written.
+        limit_pages: pages it can come to touch; never asks for more.
+        reserved_pages / granted_pages: pages promised so far / page-table entries written.
+        short_pages: pages that its next round lacks.
         chain: its tokens, prompt and output, with the digests of their whole pages.
         snapshot: the prefix it starts from, pinned until its first plan is built.
-        cached_tokens: tokens of that prefix.
+        cached_tokens: prompt tokens of the prefix it first started from.
         started: its slot has been handed over in a submitted plan.
-        planned_tokens: prompt tokens restored or in submitted prefill programs.
+        prefill_length: tokens to consume before it decodes: its prompt, or after a preemption all
+            that it had consumed.
+        pending: token that a preempted request goes on with; -1 = the prompt's end is sampled.
+        generated_base: tokens generated before the last preemption.
+        preemptions: how often it was preempted.
+        computed_tokens: most tokens it had consumed at a preemption; what lies below is computed
+            again.
+        kept: snapshot that its last preemption left.
+        planned_tokens: tokens restored or in submitted prefill programs.
+        published_tokens: tokens of its slot's publication row; 0 = it holds none of use.
         last_chunk_round: round of its last prefill chunk, for turns among prompts; -1 = none.
         consumed_tokens / generated_tokens: as of the last harvested round.
-        in_flight: for each unanswered round of this request, in order, the most tokens it may
-            consume: ceiling + 1, or 0 for a prefill chunk (its tokens are in planned_tokens).
+        in_flight: unanswered programs of this request, in order.
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
         emitted: some output has been made visible.
         scores: of generated tokens that are not visible yet, where the request asked for them.
@@ -58,16 +85,25 @@ class LiveRequest:
     phase: Phase = Phase.WAITING
     slot: int = -1
     epoch: int = 0
+    limit_pages: int = 0
     reserved_pages: int = 0
     granted_pages: int = 0
+    short_pages: int = 0
     snapshot: Snapshot | None = None
     cached_tokens: int = 0
     started: bool = False
+    prefill_length: int = 0
+    pending: int = -1
+    generated_base: int = 0
+    preemptions: int = 0
+    computed_tokens: int = 0
+    kept: Snapshot | None = None
     planned_tokens: int = 0
+    published_tokens: int = 0
     last_chunk_round: int = -1
     consumed_tokens: int = 0
     generated_tokens: int = 0
-    in_flight: deque[int] = field(default_factory=deque)
+    in_flight: deque[Unanswered] = field(default_factory=deque)
     drafts_offered: int = 0
     drafts_accepted: int = 0
     rounds: int = 0
@@ -76,31 +112,77 @@ class LiveRequest:
     emitted: bool = False
     scores: deque[TokenScore] = field(default_factory=deque)
 
+    def __post_init__(self) -> None:
+        self.prefill_length = len(self.request.prompt_tokens)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Place among all requests: lower `priority` first, then arrival; kept by a preemption."""
+        return self.request.priority, self.uid
+
     @property
     def prompt_left(self) -> int:
-        """Prompt tokens not yet in a submitted program."""
-        return len(self.request.prompt_tokens) - self.planned_tokens
+        """Tokens not yet in a submitted prefill program."""
+        return self.prefill_length - self.planned_tokens
 
     @property
     def consumed_bound(self) -> int:
         """Most tokens that can be consumed once every unanswered round has run."""
-        return max(self.consumed_tokens, self.planned_tokens) + sum(self.in_flight)
+        return max(self.consumed_tokens, self.planned_tokens) + sum(
+            program.consumes for program in self.in_flight
+        )
 
     @property
     def budget_bound(self) -> int:
         """Most tokens that may still be generated after the unanswered rounds; 0 or less = the
         request has certainly ended by then.
 
-        Each unanswered round emits at least one token if the request is alive. A prefill chunk
-        counts only where it ends the prompt.
+        Each unanswered round emits at least one token if the request is alive, and so does the
+        chunk that ends a prompt.
         """
-        unanswered = len(self.in_flight)
-        if self.consumed_tokens < len(self.request.prompt_tokens):
-            rounds = sum(1 for tokens in self.in_flight if tokens)
-            unanswered = rounds + (self.prompt_left == 0)
-        return self.request.max_tokens - self.generated_tokens - unanswered
+        emitted = sum(program.emits for program in self.in_flight)
+        return self.request.max_tokens - self.generated_tokens - emitted
 
     @property
     def may_decode(self) -> bool:
         """Whether a further round may find it alive."""
         return self.phase is Phase.DECODE and self.budget_bound > 0
+
+    @property
+    def reads_output(self) -> bool:
+        """Whether its slot must know every token that was generated so far (contract: K3)."""
+        sampling = self.request.sampling
+        return bool(
+            sampling.bad_words
+            or sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+        )
+
+    @property
+    def restored_output(self) -> bytes:
+        """As `SlotInit.output` for the tokens that a restore brings to a fresh slot."""
+        if not self.reads_output:
+            return b""
+        output = self.chain.tokens[len(self.request.prompt_tokens) : self.planned_tokens]
+        words = array("i", output)
+        if sys.byteorder == "big":
+            words.byteswap()
+        return words.tobytes()
+
+    def set_back(self) -> None:
+        """Return to the queue after a preemption whose rounds have drained: what it has consumed is
+        its prompt from now on, its pending token the first one that it goes on with."""
+        decoded = self.started and not self.prompt_left and self.generated_tokens > 0
+        if self.started:
+            self.computed_tokens = max(self.computed_tokens, self.consumed_tokens)
+        if decoded:
+            self.prefill_length = self.consumed_tokens
+            self.pending = self.chain.tokens[self.consumed_tokens]
+            self.generated_base = self.generated_tokens
+        self.phase = Phase.WAITING
+        self.preemptions += 1
+        self.started = False
+        self.reserved_pages = self.granted_pages = self.short_pages = 0
+        self.planned_tokens = self.consumed_tokens = self.published_tokens = 0
+        self.last_chunk_round = -1

@@ -442,6 +442,7 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
         vocab_size=manifest.vocab_size,
         max_waiting=config.admission.max_waiting,
         retry_after_s=config.admission.retry_after_s,
+        preempts=config.admission.preemption,
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
     )
 

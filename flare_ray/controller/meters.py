@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flare_ray.contracts.record import Status
 from flare_ray.contracts.shapes import GraphShape
-from flare_ray.controller.admission import Admission
+from flare_ray.controller.admission import PREEMPTION_KINDS, Admission
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.ports import RoundResult
@@ -53,7 +53,7 @@ class PrefixMeters:
             (self._queries, snapshots.queried_tokens),
             (self._hits, snapshots.hit_tokens),
             (self._saved, snapshots.saved_tokens),
-            (self._restored, snapshots.hit_tokens),
+            (self._restored, snapshots.restored_tokens),
             (self._evicted, index.evicted_tokens),
         ):
             counter.add(total - counter.value)
@@ -69,6 +69,11 @@ class Meters:
         self._chosen: dict[tuple[int, str], Counter] = {}
         self._running = recorder.gauge(names.REQUESTS_RUNNING)
         self._waiting = recorder.gauge(names.REQUESTS_WAITING)
+        self._preempted = recorder.gauge(names.REQUESTS_PREEMPTED)
+        self._preemptions = {
+            kind: recorder.counter(names.PREEMPTIONS, kind) for kind in PREEMPTION_KINDS
+        }
+        self._recomputed = recorder.counter(names.RECOMPUTED_TOKENS)
         self._pages_free = recorder.gauge(names.PAGES_FREE)
         self._page_usage = recorder.gauge(names.CACHE_USAGE)
         recorder.gauge(names.PAGES_TOTAL).set(admission.pool.total_pages)
@@ -92,7 +97,9 @@ class Meters:
         self._prefix = PrefixMeters(recorder, admission)
 
     def admitted(self, live: LiveRequest, now_ns: int) -> None:
-        """A request got its slot."""
+        """A request got its slot; only its first one is counted."""
+        if live.preemptions:
+            return
         self._queue_time.observe((now_ns - live.arrival_ns) / _NS)
         self._prompt_length.observe(len(live.request.prompt_tokens))
 
@@ -119,7 +126,7 @@ class Meters:
         meters.seconds.observe(cost_ns / _NS)
         meters.device_seconds.observe(result.elapsed_ns / _NS)
         if planned.plan.prefill:
-            self._prompt_tokens.add(sum(len(lane.tokens) for lane in planned.plan.prefill))
+            self._count_chunks(planned)
         else:
             self._count_lanes(meters, result)
 
@@ -128,7 +135,11 @@ class Meters:
         pool = self._admission.pool
         free = pool.free_pages
         self._running.set(len(self._admission.running))
-        self._waiting.set(len(self._admission.waiting))
+        waiting = self._admission.waiting
+        self._waiting.set(len(waiting))
+        self._preempted.set(sum(live.preemptions > 0 for live in waiting))
+        for kind, counter in self._preemptions.items():
+            counter.add(self._admission.preempted[kind] - counter.value)
         self._pages_free.set(free)
         self._prefix.sample()
         self._page_usage.set(1.0 - free / pool.total_pages)
@@ -140,6 +151,12 @@ class Meters:
     def fatal(self) -> None:
         """The engine has failed for good."""
         self._fatal.set(1)
+
+    def _count_chunks(self, planned: SubmittedRound) -> None:
+        for live, lane in zip(planned.lanes, planned.plan.prefill, strict=True):
+            again = min(len(lane.tokens), max(live.computed_tokens - lane.start, 0))
+            self._recomputed.add(again)
+            self._prompt_tokens.add(len(lane.tokens) - again)
 
     def _count_lanes(self, meters: _ShapeMeters, result: RoundResult) -> None:
         for lane in result.lanes:

@@ -68,6 +68,24 @@ REQUESTS_WAITING = Series(
     "Requests that wait for a slot or for pages.",
     alias="vllm:num_requests_waiting",
 )
+REQUESTS_PREEMPTED = Series(
+    "flare_num_requests_preempted",
+    Kind.GAUGE,
+    "Preempted requests that wait to go on; they count as waiting too.",
+)
+PREEMPTIONS = Series(
+    "flare_preemptions",
+    Kind.COUNTER,
+    "Requests that gave their pages up to others, by what was left of their state: snapshot or "
+    "recompute.",
+    labels=("kind",),
+    alias="vllm:num_preemptions",
+)
+RECOMPUTED_TOKENS = Series(
+    "flare_preemption_recomputed_tokens",
+    Kind.COUNTER,
+    "Tokens that preempted requests consumed a second time.",
+)
 REQUESTS_ADMITTED = Series(
     "flare_requests_admitted", Kind.COUNTER, "Requests that were accepted into the queue."
 )
@@ -87,7 +105,7 @@ REQUESTS_FAILED = Series(
 PROMPT_TOKENS = Series(
     "flare_prompt_tokens",
     Kind.COUNTER,
-    "Prompt tokens consumed by prefill programs.",
+    "Prompt tokens consumed by prefill programs, those of preempted requests once.",
     alias="vllm:prompt_tokens",
 )
 GENERATION_TOKENS = Series(

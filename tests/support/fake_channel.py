@@ -119,6 +119,8 @@ class _Slot:
     shared_pages: int = 0
     history: list[int] = field(default_factory=list)
     published: tuple[int, ...] = ()
+    generated_before: int = 0
+    counted: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class FakeChannel:
         plans: every plan submitted, in order.
         rows_by_request: uid -> tokens the device emitted for it, dead lanes excluded.
         dead_lanes: lanes that executed no transition.
+        restores / resumes: slots that went on from a snapshot / with a pending token.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class FakeChannel:
         self._content: dict[int, dict[int, int]] = {}
         self._rows: dict[int, tuple[int, ...]] = {}
         self.restores = 0
+        self.resumes = 0
         self._queued: deque[tuple[RoundPlan, RoundResult, int]] = deque()
         self._condition = threading.Condition()
         self._woken = False
@@ -184,12 +188,17 @@ class FakeChannel:
             for init in plan.inits:
                 self._apply_init(init)
             self._apply_restores(plan)
+            # Before the grants, as on a device: a page that is copied may be given away already.
+            copies = {
+                restore.target_page: dict(self._content.get(restore.source_page, {}))
+                for restore in plan.restores
+            }
             for grant in plan.grants:
                 self._apply_grant(grant)
+            self._content.update(copies)
             for restore in plan.restores:
-                self._copy_page(restore)
-            context = plan.context_pages
-            lanes = [self._prefill(plan, lane, context) for lane in plan.prefill]
+                self._check_restored(restore)
+            lanes = [self._prefill(plan, lane, plan.context_pages) for lane in plan.prefill]
             lanes += [self._round(plan, lane) for lane in plan.lanes]
             for capture in plan.captures:
                 self._apply_save(capture)
@@ -251,7 +260,7 @@ class FakeChannel:
         reused_early = self._is_queued(init.slot, epoch)
         _require(not reused_early, f"slot {init.slot} reused under a queued round")
         self._slots[init.slot] = _Slot(init=init)
-        self.rows_by_request[init.uid] = []
+        self.rows_by_request.setdefault(init.uid, [])
 
     def _apply_save(self, save: SnapshotSave) -> None:
         _require(0 <= save.row < self.manifest.snapshot_rows, f"row {save.row} was not prepared")
@@ -269,17 +278,22 @@ class FakeChannel:
             _require(any(init.slot == restore.slot for init in plan.inits), "not handed over")
             tokens = self._rows.get(restore.row, ())
             _require(len(tokens) == restore.consumed, f"{restore}: row holds {len(tokens)} tokens")
+            first = slot.init.generated_from
             slot.history = list(tokens)
-            slot.prompt = list(tokens)
+            slot.prompt = list(tokens[:first])
+            output = slot.init.output
+            slot.counted = [value for (value,) in struct.iter_unpack("<i", output)]
+            reads = slot.init.penalised or bool(slot.init.bad_words)
+            expected = list(tokens[first:]) if reads else []
+            _require(slot.counted == expected, f"{restore}: output {slot.counted} is handed over")
             slot.consumed = restore.consumed
             slot.shared_pages = (restore.consumed - 1) // PAGE_TOKENS
             self.restores += 1
 
-    def _copy_page(self, restore: SlotRestore) -> None:
+    def _check_restored(self, restore: SlotRestore) -> None:
         slot = self._slots[restore.slot]
         last = slot.shared_pages
         _require(slot.pages.get(last) == restore.target_page, f"{restore}: not its own page")
-        self._content[restore.target_page] = dict(self._content.get(restore.source_page, {}))
         for position, token in enumerate(slot.history):
             page = slot.pages[position // PAGE_TOKENS]
             there = self._content.get(page, {}).get(position % PAGE_TOKENS)
@@ -324,30 +338,48 @@ class FakeChannel:
             _require(0 < len(lane.tokens) <= plan.shape.token_capacity, "prefill chunk too long")
         _require(lane.start == slot.consumed, f"chunk starts at {lane.start}, not {slot.consumed}")
         self._touch(lane.slot, lane.start + len(lane.tokens), context_pages)
-        slot.prompt.extend(lane.tokens)
+        prompt_left = max(slot.init.generated_from - slot.consumed, 0)
+        slot.prompt.extend(lane.tokens[:prompt_left])
+        slot.counted.extend(lane.tokens[prompt_left:])
         slot.consumed += len(lane.tokens)
         self._consume(slot, lane.tokens)
         tokens: tuple[int, ...] = ()
         flags = Flag.PREFILL
-        if lane.final:
+        if lane.final and lane.pending >= 0:
+            self._go_on(slot, lane.pending)
+        elif lane.final:
             tokens = self._commit(slot, 1)
             flags |= Flag.FIRST_TOKEN
         return self._record(plan, slot, _Outcome(tokens, flags=flags))
+
+    def _go_on(self, slot: _Slot, pending: int) -> None:
+        """A request that was preempted: its history and pending token must be its own text."""
+        assert slot.init is not None
+        text = [*slot.history[slot.init.generated_from :], pending]
+        expected = [self.script(tuple(slot.prompt), index) for index in range(len(text))]
+        _require(text == expected, f"a resumed request goes on from {text}")
+        reads = slot.init.penalised or bool(slot.init.bad_words)
+        _require(not reads or slot.counted == text[:-1], f"counted are {slot.counted} of {text}")
+        slot.generated_before = len(text)
+        slot.pending = pending
+        self.resumes += 1
 
     def _round(self, plan: RoundPlan, lane: LanePlan) -> LaneRecord:
         slot = self._slots[lane.slot]
         if slot.init is None or slot.init.epoch != lane.epoch or slot.finished:
             return self._dead(plan, lane.slot)
-        _require(slot.generated > 0, f"slot {lane.slot}: a round before the prompt's end")
+        _require(slot.pending >= 0, f"slot {lane.slot}: a round before the prompt's end")
         _require(0 <= lane.ceiling <= plan.shape.draft_tokens, f"ceiling {lane.ceiling}")
-        offered = lane.ceiling
+        # As a device: never more drafts than the budget leaves, whatever the host knew.
+        offered = min(lane.ceiling, slot.init.budget - slot.generated - 1)
         self._touch(lane.slot, slot.consumed + offered + 1, plan.context_pages)
         if (slot.init.uid, slot.generated) in self._nonfinite:
             slot.finished = True
             return self._record(plan, slot, _Outcome((), offered, status=Status.NONFINITE))
         prompt = tuple(slot.prompt)
         accepted = 0
-        while accepted < offered and self.accepts(prompt, slot.generated, accepted + 1):
+        before = slot.generated_before + slot.generated
+        while accepted < offered and self.accepts(prompt, before, accepted + 1):
             accepted += 1
         generated, pending = slot.generated, slot.pending
         tokens = self._commit(slot, accepted + 1)
@@ -360,7 +392,8 @@ class FakeChannel:
         assert slot.init is not None
         tokens: list[int] = []
         while len(tokens) < count and not slot.finished:
-            token = self.script(tuple(slot.prompt), slot.generated)
+            place = slot.generated_before + slot.generated
+            token = self.script(tuple(slot.prompt), place)
             tokens.append(token)
             slot.generated += 1
             slot.pending = token

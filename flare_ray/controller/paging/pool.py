@@ -4,10 +4,10 @@
           null page    | granted, by owner | cached: held by |        free list
                        |  (shared or own)  | snapshots alone | promised | free for new requests
 
-A request *reserves* its worst case once, at admission, and is *granted* page ids as its positions
-grow. Free pages never number fewer than the promised ones, so an admitted request cannot run out
-and no two requests can wait for each other: the only wait is for a first reservation, in queue
-order, and it ends when somebody finishes.
+A request *reserves* what its prompt needs at admission, *extends* that before its rounds need more,
+and is *granted* page ids as its positions grow. Free pages never number fewer than the promised
+ones, so a plan that stays inside its requests' promises cannot run out. Who gives way when nothing
+more can be promised is decided in `preemption.py`.
 
 A page may have several owners, which share a prefix and never write into it, and may be held by
 prefix snapshots besides. It returns to the free list when the last of them lets go. Cached pages
@@ -71,11 +71,13 @@ class PagePool:
         """Name who gives up a snapshot when pages are short.
 
         Args:
-            evict: drops one snapshot; False = there is none that may go.
+            evict: drops one snapshot that holds a cached page; False = there is none that may go.
         """
         self._evict = evict
 
-    def reserve(self, owner: int, pages: int, shared: Sequence[int] = ()) -> bool:
+    def reserve(
+        self, owner: int, pages: int, shared: Sequence[int] = (), *, spare: int = 0
+    ) -> bool:
         """Promise `pages` to `owner`, which holds none, and let it share held pages.
 
         Snapshots are evicted as far as the promise needs. False, without a change of reservations,
@@ -83,6 +85,7 @@ class PagePool:
 
         Args:
             shared: pages of a pinned snapshot: the owner's first page-table entries.
+            spare: pages that must stay free or cached besides.
         Raises:
             ContractViolation: the owner already has a reservation; a shared page is not held.
         """
@@ -91,15 +94,28 @@ class PagePool:
         if not all(self._holds[page] for page in shared):
             raise ContractViolation(f"request {owner} shares pages {shared} that no snapshot holds")
         taken = sum(not self._owners[page] for page in shared)
-        if pages > self.free_pages - taken:
+        if pages + spare > self.free_pages - taken:
             return False
         self._own(shared)
-        while pages > len(self._free) - self._promised:
-            if not self._evict():
-                self._disown(shared)
-                return False
+        if not self._make_free(pages):
+            self._disown(shared)
+            return False
         self._reserved[owner] = pages + len(shared)
         self._granted[owner] = list(shared)
+        self._promised += pages
+        return True
+
+    def extend(self, owner: int, pages: int) -> bool:
+        """Promise `pages` more to an owner; False if too few are or become free.
+
+        Raises:
+            ContractViolation: the owner holds no reservation.
+        """
+        if owner not in self._reserved:
+            raise ContractViolation(f"request {owner} extends a reservation it never made")
+        if pages > self.free_pages or not self._make_free(pages):
+            return False
+        self._reserved[owner] += pages
         self._promised += pages
         return True
 
@@ -121,6 +137,14 @@ class PagePool:
             self._owners[page] = 1
         self._promised -= pages
         return taken
+
+    def is_cached(self, page: int) -> bool:
+        """Whether snapshots alone hold `page`."""
+        return self._holds[page] > 0 and not self._owners[page]
+
+    def pages_of_its_own(self, owner: int, pages: int) -> int:
+        """How many of the owner's first `pages` page-table entries no other request has."""
+        return sum(self._owners[page] == 1 for page in self._granted[owner][:pages])
 
     @property
     def owners(self) -> Iterable[int]:
@@ -157,11 +181,8 @@ class PagePool:
         Returns:
             None if too few pages are or become free.
         """
-        if pages > self.free_pages:
+        if pages > self.free_pages or not self._make_free(pages):
             return None
-        while pages > len(self._free) - self._promised:
-            if not self._evict():
-                return None
         taken = tuple(self._free.pop() for _ in range(pages))
         for page in taken:
             self._holds[page] = 1
@@ -184,6 +205,13 @@ class PagePool:
             if not self._holds[page] and not self._owners[page]:
                 self._cached -= 1
                 self._free.append(page)
+
+    def _make_free(self, pages: int) -> bool:
+        """Evict snapshots until `pages` are free and not promised."""
+        while pages > len(self._free) - self._promised:
+            if not self._evict():
+                return False
+        return True
 
     def _own(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -10,7 +10,8 @@ that the ordered stream protects it: whatever overwrites its row or pages runs l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
@@ -28,11 +29,13 @@ class Snapshot(Prefix):
         row: snapshot row on every rank.
         pages: page ids of positions 0 .. N - 1; () until it is published or staged.
         pins: choices whose plan is not built yet, and copies under way.
+        awaited: preempted requests that wait and will start from it.
     """
 
     row: int = -1
     pages: tuple[int, ...] = ()
     pins: int = 0
+    awaited: int = 0
 
     @property
     def shared_pages(self) -> tuple[int, ...]:
@@ -73,7 +76,7 @@ class PrefixIndex:
         self.evicted_tokens = 0
         self.evicted_bytes = 0
         self.refused_claims = 0
-        pool.evict_with(self.evict)
+        pool.evict_with(self.evict_for_pages)
 
     def __iter__(self) -> Iterator[Snapshot]:
         """Published snapshots."""
@@ -135,9 +138,11 @@ class PrefixIndex:
         key = chain.key(tokens)
         return self._map.get(key) is None and key not in self._claimed
 
-    def claim(self, chain: TokenChain, tokens: int) -> Snapshot | None:
+    def claim(self, chain: TokenChain, tokens: int, *, is_needed: bool = False) -> Snapshot | None:
         """A row for a new snapshot, which nobody finds before `publish`.
 
+        Args:
+            is_needed: a request waits for it, so it displaces whatever is worth least.
         Returns:
             None if that prefix has a snapshot or a claim already, or if no row can be freed for it:
             everything kept is pinned or worth more.
@@ -155,7 +160,8 @@ class PrefixIndex:
             return None
         newcomer = Snapshot(chain, tokens, used=self._tick)
         self._map.offer(newcomer)
-        if not self._free_rows and not self._evict_below(self._worth(newcomer)):
+        limit = math.inf if is_needed else self._worth(newcomer)
+        if not self._free_rows and not self._evict_below(limit):
             self.refused_claims += 1
             return None
         return self._claim(newcomer)
@@ -206,7 +212,15 @@ class PrefixIndex:
 
     def evict(self) -> bool:
         """Drop the least valuable snapshot; False if every one is pinned."""
-        return self._evict_below(float("inf"))
+        return self._evict_below(math.inf)
+
+    def evict_for_pages(self) -> bool:
+        """Drop the least valuable of those whose pages no request shares entirely.
+
+        Each one brings a cached page nearer to being free; the others would bring none.
+        """
+        is_cached = self._pool.is_cached
+        return self._evict_below(math.inf, lambda s: any(map(is_cached, reversed(s.pages))))
 
     def clear(self) -> int:
         """Drop every snapshot that is not pinned; how many."""
@@ -234,9 +248,17 @@ class PrefixIndex:
     def _worth(self, snapshot: Snapshot) -> float:
         return snapshot.worth(self.bytes_of(snapshot), self._tick)
 
-    def _evict_below(self, limit: float) -> bool:
-        worst = min((s for s in self if not s.pins), key=self._worth, default=None)
-        if worst is None or self._worth(worst) >= limit:
+    def _evict_below(
+        self, limit: float, may_go: Callable[[Snapshot], bool] = lambda snapshot: True
+    ) -> bool:
+        """Drop the least valuable that may go, if it is worth less than `limit`; what a preempted
+        request waits for goes last, and never for a new snapshot of finite worth."""
+        worst = min(
+            (s for s in self if not s.pins and may_go(s)),
+            key=lambda s: (s.awaited > 0, self._worth(s)),
+            default=None,
+        )
+        if worst is None or (limit < math.inf and (worst.awaited or self._worth(worst) >= limit)):
             return False
         self.evicted_tokens += worst.tokens
         self.evicted_bytes += self.bytes_of(worst)

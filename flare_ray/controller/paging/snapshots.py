@@ -24,7 +24,7 @@ from flare_ray.contracts.plan import MAX_SHARED_PAGES, SlotRestore, SnapshotSave
 from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.controller.live import LiveRequest
-from flare_ray.controller.paging.pool import PagePool
+from flare_ray.controller.paging.pool import PagePool, pages_for
 from flare_ray.controller.paging.prefix import PrefixIndex, Snapshot
 from flare_ray.errors import ContractViolation
 
@@ -46,6 +46,7 @@ class Snapshots:
     Attributes:
         index: what is cached.
         queried_tokens / hit_tokens: prompt tokens of admitted requests, and those restored.
+        restored_tokens: tokens of snapshots that requests started from, preempted ones included.
         saved_tokens: tokens of published snapshots.
     """
 
@@ -59,18 +60,30 @@ class Snapshots:
         self._saves: list[SnapshotSave] = []
         self.queried_tokens = 0
         self.hit_tokens = 0
+        self.restored_tokens = 0
         self.saved_tokens = 0
 
     # Admission.
 
     def find(self, live: LiveRequest) -> Snapshot | None:
         """The longest usable prefix of a waiting request, pinned."""
-        left = 0 if self._resumes else 1
-        limit = min(len(live.request.prompt_tokens) - left, MAX_SHARED_PAGES * PAGE_TOKENS)
-        snapshot = self.index.find(live.chain, limit)
+        snapshot = self.index.find(live.chain, self._limit(live, live.prefill_length))
         if snapshot is not None:
             self.index.pin(snapshot)
         return snapshot
+
+    def _limit(self, live: LiveRequest, tokens: int) -> int:
+        """Longest prefix of a request's first `tokens` that a restore can bring.
+
+        A plan must hold the ids of its shared pages, and of a penalised request that was preempted
+        the generated tokens in it.
+        """
+        limit = min(tokens - (0 if self._resumes else 1), MAX_SHARED_PAGES * PAGE_TOKENS)
+        if live.reads_output:
+            prompt = len(live.request.prompt_tokens)
+            output = MAX_SHARED_PAGES - pages_for(limit)
+            limit = min(limit, prompt + max(output, 0))
+        return limit
 
     def is_in_the_making(self, live: LiveRequest, running: Iterable[LiveRequest]) -> bool:
         """Whether a running request is about to leave a snapshot that saves `live` a page at least.
@@ -78,11 +91,13 @@ class Snapshots:
         So branches of one prompt that arrive together consume it once. The wait ends with that
         prompt's prefill, whatever becomes of its snapshot.
         """
-        if not self.index.holds_any:
+        if not self.index.holds_any or live.preemptions:
             return False
         prompt = len(live.request.prompt_tokens)
         places: list[int] = []
         for other in running:
+            if other.preemptions:
+                continue
             whole = len(other.request.prompt_tokens)
             for end in (_last_boundary(other), whole):
                 ahead = other.consumed_tokens < end <= prompt
@@ -100,21 +115,72 @@ class Snapshots:
 
     def admitted(self, live: LiveRequest, snapshot: Snapshot | None) -> None:
         """The request got its slot, and will start from `snapshot`."""
-        self.queried_tokens += len(live.request.prompt_tokens)
+        tokens = snapshot.tokens if snapshot is not None else 0
+        if not live.preemptions:
+            self.queried_tokens += len(live.request.prompt_tokens)
+            self.hit_tokens += tokens
+            live.cached_tokens = tokens
+        self._stop_awaiting(live)
+        self.restored_tokens += tokens
         if snapshot is not None:
-            self.hit_tokens += snapshot.tokens
             self.index.hit(snapshot)
             live.snapshot = snapshot
-            live.cached_tokens = snapshot.tokens
             live.planned_tokens = snapshot.tokens
             live.consumed_tokens = snapshot.tokens
             live.granted_pages = len(snapshot.shared_pages)
 
     def release(self, live: LiveRequest) -> None:
         """The request ended, perhaps before its first plan."""
+        self.leave(live)
+        self._stop_awaiting(live)
+
+    def leave(self, live: LiveRequest) -> None:
+        """The request no longer needs the snapshot that it was to start from."""
         if live.snapshot is not None:
             self.index.unpin(live.snapshot)
             live.snapshot = None
+
+    def _stop_awaiting(self, live: LiveRequest) -> None:
+        if live.kept is not None:
+            live.kept.awaited -= 1
+            live.kept = None
+
+    # Preemption.
+
+    def preempted(self, live: LiveRequest, short_pages: int) -> bool:
+        """Keep the state of a request that is about to give its pages up, if it pays.
+
+        A snapshot pays if it saves a page or more of recomputation, and if those who are short get
+        `short_pages` without it; else it would be dropped before anybody reads it. The request's
+        present state is tried first, then its last page boundary, which spares the open page. Both
+        are exact: its rounds have drained.
+
+        Returns:
+            Whether there is a snapshot now that spares all but less than a page of recomputation.
+        """
+        if not live.started:
+            return live.snapshot is not None
+        for tokens, live_state in ((live.consumed_tokens, True), (live.published_tokens, False)):
+            if self._pays(live, tokens, short_pages):
+                self._save(live, tokens, live_state=live_state, is_needed=True)
+                break
+        found = self.index.find(live.chain, self._limit(live, live.consumed_tokens))
+        if found is None or live.consumed_tokens - found.tokens >= PAGE_TOKENS:
+            return False
+        live.kept = found
+        found.awaited += 1
+        return True
+
+    def _pays(self, live: LiveRequest, tokens: int, short_pages: int) -> bool:
+        if not self.index.holds_any or tokens > self._limit(live, live.consumed_tokens):
+            return False
+        found = self.index.find(live.chain, tokens)
+        if tokens - (found.tokens if found else 0) < PAGE_TOKENS:
+            return False
+        granted, reserved = self._pool.count_of(live.uid)
+        given_up = self._pool.pages_of_its_own(live.uid, granted) + reserved - granted
+        held = self._pool.pages_of_its_own(live.uid, pages_for(tokens))
+        return self._pool.free_pages + given_up - held >= short_pages
 
     # Planning.
 
@@ -143,13 +209,16 @@ class Snapshots:
         """Where a chunk through `end` is cut short: at the prompt's last page boundary, if that is
         to be kept."""
         boundary = _last_boundary(live)
+        if live.preemptions:
+            return end
         if not live.planned_tokens < boundary < end or not self.index.wants(live.chain, boundary):
             return end
         return boundary
 
     def capture(self, live: LiveRequest, end: int) -> tuple[SnapshotSave, Snapshot] | None:
         """The snapshot that a chunk ending at `end` takes, if that is a kept place."""
-        if end not in (_last_boundary(live), len(live.request.prompt_tokens)):
+        ends = (_last_boundary(live), len(live.request.prompt_tokens))
+        if live.preemptions or end not in ends:
             return None
         snapshot = self.index.claim(live.chain, end)
         if snapshot is None:
@@ -176,10 +245,14 @@ class Snapshots:
     def advanced(self, live: LiveRequest, before: int) -> None:
         """A round has moved a request from `before` consumed tokens; its tokens are known."""
         boundary = live.consumed_tokens // PAGE_TOKENS * PAGE_TOKENS
-        distance = (boundary - _last_boundary(live)) // PAGE_TOKENS
-        if boundary <= before or distance < 1 or distance & (distance - 1):
+        if boundary <= before:
             return
         if boundary != live.consumed_tokens and not self._inside_rounds:
+            live.published_tokens = 0
+            return
+        live.published_tokens = boundary
+        distance = (boundary - _last_boundary(live)) // PAGE_TOKENS
+        if distance < 1 or distance & (distance - 1):
             return
         # What lies behind a stop was never part of the text.
         prompt = len(live.request.prompt_tokens)
@@ -190,7 +263,7 @@ class Snapshots:
         """A request ended well; keep its end if the device ended it there too, for then no further
         round changes the slot."""
         ended = record.status & (Status.EOS | Status.LENGTH)
-        if ended and record.generated == live.stops.generated_tokens:
+        if ended and live.generated_tokens == live.stops.generated_tokens:
             self._save(live, live.consumed_tokens, live_state=True)
 
     def check_integrity(self, holders: Iterable[LiveRequest]) -> None:
@@ -205,8 +278,10 @@ class Snapshots:
             raise ContractViolation(f"rows {pinned} wait to be restored, {counted} are pinned")
         self.index.check_integrity()
 
-    def _save(self, live: LiveRequest, tokens: int, *, live_state: bool) -> None:
-        snapshot = self.index.claim(live.chain, tokens)
+    def _save(
+        self, live: LiveRequest, tokens: int, *, live_state: bool, is_needed: bool = False
+    ) -> None:
+        snapshot = self.index.claim(live.chain, tokens, is_needed=is_needed)
         if snapshot is None:
             return
         self._saves.append(SnapshotSave(live.slot, live.epoch, tokens, snapshot.row, live_state))

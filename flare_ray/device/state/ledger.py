@@ -153,10 +153,10 @@ class SlotLedger:
         for init in plan.inits:
             yield from self._init_problems(init)
             ahead[init.slot] = _fresh(init)
-        blind = {i.slot for i in plan.inits if i.repetition != 1.0 and not i.seen}
+        restored = {restore.slot: restore.consumed for restore in plan.restores}
+        for init in plan.inits:
+            yield from _history_problems(init, restored.get(init.slot, 0))
         for restore in plan.restores:
-            if restore.slot in blind:
-                yield f"slot {restore.slot}: restored under a repetition penalty without `seen`"
             ahead[restore.slot].consumed = restore.consumed
         for grant in plan.grants:
             yield from self._grant_problems(grant, ahead)
@@ -322,6 +322,17 @@ def _fresh(init: SlotInit) -> SlotView:
         budget=init.budget,
         ended=False,
     )
+
+
+def _history_problems(init: SlotInit, restored: int) -> Iterator[str]:
+    """No program consumes what a restore brings, so the hand-over must tell of it."""
+    name = f"slot {init.slot}"
+    if restored and init.repetition != 1.0 and not init.seen:
+        yield f"{name}: restored under a repetition penalty without `seen`"
+    reads = init.penalised or bool(init.bad_words)
+    expected = max(restored - init.generated_from, 0) if reads else 0
+    if len(init.output) != 4 * expected:
+        yield f"{name}: {len(init.output)} bytes of restored output, {expected} tokens are restored"
 
 
 def _logit_problems(init: SlotInit, vocabulary: int) -> Iterator[str]:

@@ -48,12 +48,17 @@ class LogitState:
         """Take over a request's rules, counts at nothing."""
         slot = init.slot
         self.generated_from[slot] = init.generated_from
+        output = torch.from_numpy(np.frombuffer(init.output, "<i4").astype(np.int64))
         if init.penalised:
             self.counts[slot].zero_()
             if init.seen:
                 seen = np.frombuffer(init.seen, np.uint8)
                 bits = np.unpackbits(seen, count=self.counts.shape[1], bitorder="little")
                 self.counts[slot] = torch.from_numpy(bits.astype(np.int32) * IN_PROMPT)
+            if init.output:
+                size = self.counts.shape[1]
+                counted = torch.bincount(output, minlength=size).to(torch.int32)
+                self.counts[slot] += counted.to(self.counts.device)
         if init.rules:
             rows = torch.zeros(self.rules.shape[1:], dtype=torch.int64)
             used = len(init.rules)
@@ -69,6 +74,9 @@ class LogitState:
             self.bad_words[slot].fill_(NO_TOKEN)
             self.bad_words[slot, : len(words)] = torch.tensor(words)
             self.recent[slot].fill_(NO_TOKEN)
+            last = output[-self.recent.shape[1] :]
+            if init.output:
+                self.recent[slot, -len(last) :] = last
         else:
             self.bad_words[slot, :, -1].fill_(NO_TOKEN)
 

@@ -159,12 +159,16 @@ def test_requests_beyond_the_slots_wait_and_all_finish(make_harness):
 # Pages.
 
 
-def test_requests_wait_for_pages_and_none_runs_out(make_harness):
-    harness = make_harness(manifest=make_manifest(num_pages=17, context_tokens=1024))
+@pytest.mark.parametrize(("preemption", "running"), [(False, 2), (True, 4)])
+def test_requests_wait_for_pages_and_none_runs_out(make_harness, preemption, running):
+    harness = make_harness(
+        manifest=make_manifest(num_pages=17, context_tokens=1024),
+        admission={"preemption": preemption},
+    )
     for number in range(6):
         harness.submit(f"r{number}", (number,) * 100, max_tokens=300)
     harness.step()
-    assert harness.controller.stats().running == 2
+    assert harness.controller.stats().running == running
     harness.run_until_idle()
     for number in range(6):
         assert harness.tokens(f"r{number}") == harness.expected((number,) * 100, 300)
@@ -188,7 +192,10 @@ def test_second_queued_round_still_drafts_beyond_the_last_committed_page(make_ha
 
 
 def test_head_of_the_queue_is_not_overtaken_while_it_waits_for_pages(make_harness):
-    harness = make_harness(manifest=make_manifest(num_pages=17, context_tokens=1024))
+    harness = make_harness(
+        manifest=make_manifest(num_pages=17, context_tokens=1024),
+        admission={"preemption": False},
+    )
     harness.submit("first", (1,), max_tokens=500)
     harness.submit("large", (2,), max_tokens=1000)
     harness.submit("small", (3,), max_tokens=5)
