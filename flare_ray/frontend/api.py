@@ -1,6 +1,7 @@
 """The HTTP routes over any `EngineClient`; knows nothing of Ray (contract: A3).
 
     POST /v1/chat/completions   POST /v1/completions   GET /v1/models   GET /v1/models/{model}
+    POST /v1/responses
     POST /v1/messages           POST /v1/messages/count_tokens
     POST /tokenize              POST /detokenize
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
@@ -34,6 +35,7 @@ from flare_ray.frontend.openai.prepare import (
 from flare_ray.frontend.openai.refused import REFUSED, refusal
 from flare_ray.frontend.openai.responses import ModelEntry, ModelList, encode
 from flare_ray.frontend.openai.tokens import detokenize, tokenize
+from flare_ray.frontend.responses.prepare import prepare_response
 from flare_ray.frontend.settings import ApiSettings
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,6 +51,7 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
         ("/v1/completions", "POST", routes.completion),
         ("/v1/models", "GET", routes.models),
         ("/v1/models/{model:path}", "GET", routes.model),
+        ("/v1/responses", "POST", routes.response),
         ("/v1/messages", "POST", routes.message),
         ("/v1/messages/count_tokens", "POST", routes.count_tokens),
         ("/tokenize", "POST", routes.tokenize),
@@ -78,6 +81,9 @@ class _Routes:
 
     async def completion(self, request: Request) -> Response:
         return await self._generator.answer(request, _completion)
+
+    async def response(self, request: Request) -> Response:
+        return await self._generator.answer(request, prepare_response)
 
     async def message(self, request: Request) -> Response:
         check_version(request)

@@ -41,12 +41,12 @@ from flare_ray.frontend.anthropic.records import (
     ToolUseBlock,
     Usage,
     encode,
-    event,
 )
 from flare_ray.frontend.client import RequestStream
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.parsers import ChatEvent, ContentText, ReasoningText, ToolCall
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sse import event
 from flare_ray.frontend.stream import failure_error
 from flare_ray.frontend.turn import Turn
 

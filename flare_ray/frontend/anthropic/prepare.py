@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 
 from flare_ray.errors import InvalidRequest
@@ -14,17 +12,18 @@ from flare_ray.frontend.anthropic.answer import MessageAnswer
 from flare_ray.frontend.anthropic.errors import VERSION_HEADER
 from flare_ray.frontend.anthropic.records import TokensCount, encode
 from flare_ray.frontend.anthropic.requests import (
+    RENAMED,
     CountBody,
     MessagesBody,
     chat_prompt,
     chat_request,
-    in_own_words,
     parse,
 )
 from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.openai.prepare import Prepared, check_served, prepare_chat
 from flare_ray.frontend.openai.tokens import chat_tokens
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.translated import in_words_of
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """They differ in what they refuse. The later one knows no sampling parameters; here they work in
@@ -56,16 +55,8 @@ async def prepare_message(
     _check_model(settings, body)
     parsed = parse(MessagesBody, body)
     chat = chat_request(settings, parsed)
-    prepared = await in_own_words(prepare_chat(settings, info, chat, unique_id=unique_id))
-    response_id = f"msg_{unique_id}"
-    prepared = dataclasses.replace(
-        prepared,
-        response_id=response_id,
-        requests=tuple(
-            msgspec.structs.replace(request, request_id=response_id)
-            for request in prepared.requests
-        ),
-    )
+    prepared = await in_words_of(RENAMED, prepare_chat(settings, info, chat, unique_id=unique_id))
+    prepared = prepared.under(f"msg_{unique_id}")
     return prepared, MessageAnswer(settings, prepared, show_thinking=parsed.shows_thinking)
 
 
@@ -77,7 +68,7 @@ async def count_tokens(settings: ApiSettings, info: EngineInfo, body: Mapping[st
     """
     _check_model(settings, body)
     chat = chat_prompt(settings, parse(CountBody, body))
-    tokens = await in_own_words(chat_tokens(settings, info, chat))
+    tokens = await in_words_of(RENAMED, chat_tokens(settings, info, chat))
     return encode(TokensCount(len(tokens)))
 
 

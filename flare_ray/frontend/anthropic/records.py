@@ -150,9 +150,3 @@ BlockEvent = BlockStart | BlockDelta | BlockStop
 def encode(value: msgspec.Struct) -> bytes:
     """JSON."""
     return _encode(value)
-
-
-def event(value: msgspec.Struct) -> bytes:
-    """One server-sent event, named after its type."""
-    name = str(value.__struct_config__.tag)
-    return b"event: " + name.encode() + b"\ndata: " + _encode(value) + b"\n\n"

@@ -6,8 +6,7 @@ taken and change nothing: prefixes are reused without them, and for as long as m
 
 from __future__ import annotations
 
-import re
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,6 +30,7 @@ REFUSED: tuple[str, ...] = (
 THINKING_SWITCH = "enable_thinking"
 """Variable by which the templates of this field turn reasoning off."""
 RENAMED = {
+    ".function.parameters": ".input_schema",
     "stop": "stop_sequences",
     "user": "metadata.user_id",
     "reasoning_effort": "output_config.effort",
@@ -38,9 +38,6 @@ RENAMED = {
     "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     f"chat_template_kwargs.{THINKING_SWITCH}": "thinking",
 }
-"""Chat parameter -> field of this API, for messages."""
-
-Result = TypeVar("Result")
 
 
 class _Closed(BaseModel):
@@ -185,29 +182,6 @@ def chat_request(settings: ApiSettings, body: MessagesBody) -> dict[str, Any]:
             "json_schema": {"name": "answer", "schema": schema, "strict": True},
         }
     return chat
-
-
-async def in_own_words(work: Awaitable[Result]) -> Result:
-    """`work`, whose refusals name fields of this API.
-
-    Raises:
-        InvalidRequest: as `work` does.
-    """
-    try:
-        return await work
-    except InvalidRequest as error:
-        raise renamed(error, RENAMED) from error
-
-
-def renamed(error: InvalidRequest, names: Mapping[str, str]) -> InvalidRequest:
-    """`error` with the parameter it names, and its path inside a tool, spelled as `names` say."""
-    old = error.param
-    if old is None:
-        return error
-    new = re.sub(r"(?<=\])\.function\.parameters", ".input_schema", names.get(old, old))
-    new = re.sub(r"^(tools\[\d+\])\.function", r"\1", new)
-    message = re.sub(rf"(?<![\w.]){re.escape(old)}(?![\w])", lambda _: new, str(error), count=1)
-    return InvalidRequest(message, param=new, code=error.code, status=error.status)
 
 
 def _function(tool: Any, path: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Nothing here touches an engine; whatever is wrong with a request is raised befor
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -50,6 +50,12 @@ class Prepared:
     logprobs: bool = False
     choices_per_prompt: int = 1
     user: str | None = None
+
+    def under(self, response_id: str) -> Prepared:
+        """The same under another id; of requests with one choice."""
+        (request,) = self.requests
+        request = msgspec.structs.replace(request, request_id=response_id)
+        return replace(self, response_id=response_id, requests=(request,))
 
 
 async def prepare_chat(

@@ -19,6 +19,7 @@ REFUSED: Mapping[str, str] = {
     "uploads": "file storage",
     "batches": "batch jobs",
     "messages/batches": "batch jobs",
+    "responses": "stored responses (POST /v1/responses answers without storing)",
     "fine_tuning": "fine-tuning",
     "assistants": "assistants",
     "threads": "assistants",

@@ -77,7 +77,7 @@ def test_unknown_model_is_404(api):
 @pytest.mark.parametrize("name", sorted(REFUSED))
 @pytest.mark.parametrize("rest", ["", "/x/y"])
 def test_route_that_is_not_served_is_refused_by_name(api, name, rest):
-    for method in ("GET", "POST", "DELETE"):
+    for method in ("GET", "DELETE", *(("POST",) if rest else ())):
         response = api.request(method, f"/v1/{name}{rest}")
         assert response.status_code == 404
         error = response.json()["error"]

@@ -1,0 +1,250 @@
+"""From output items to responses: whole, or as events.
+
+    response.created, response.in_progress
+    per item: response.output_item.added, its content as it grows, response.output_item.done
+    response.completed | response.incomplete | response.failed
+
+Events are numbered from 0. The whole answer is what the last event carries.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from flare_ray.contracts import messages
+from flare_ray.contracts.messages import Delta, Finished
+from flare_ray.frontend.client import EngineInfo, RequestStream
+from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.parsers import ChatEvent, ContentText, ToolCall
+from flare_ray.frontend.responses import records as r
+from flare_ray.frontend.responses.requests import ResponseBody
+from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sse import event
+from flare_ray.frontend.stream import failure_error
+from flare_ray.frontend.turn import Turn
+
+
+class ItemWriter:
+    """Chat events in, item events out; keeps the whole items too.
+
+    A message opens with its first letter that is no white space: what models write between
+    reasoning and a call is layout.
+    """
+
+    def __init__(self, unique_id: str) -> None:
+        self._unique_id = unique_id
+        self._open: type[r.MessageItem] | type[r.ReasoningItem] | None = None
+        self._pieces: list[str] = []
+        self._layout = ""
+        self._number = 0
+        self.items: list[r.Item] = []
+
+    def write(self, events: Sequence[ChatEvent]) -> list[msgspec.Struct]:
+        """Events of newly written output."""
+        out: list[msgspec.Struct] = []
+        for item in events:
+            if isinstance(item, ToolCall):
+                out += self._call(item)
+            elif isinstance(item, ContentText):
+                text = item.text
+                if self._open is not r.MessageItem:
+                    self._layout += text
+                    if not self._layout.strip():
+                        continue
+                    text, self._layout = self._layout, ""
+                out += self._grow(r.MessageItem, text)
+            else:
+                out += self._grow(r.ReasoningItem, item.text)
+        return out
+
+    def close(self, status: str = "completed") -> list[msgspec.Struct]:
+        """End the item that is open, if any."""
+        if self._open is None:
+            return []
+        item = self._item("".join(self._pieces), status)
+        part: r.Part = item.content[0]
+        done: type[r.TextDone] | type[r.ReasoningDone] = r.TextDone
+        if isinstance(item, r.ReasoningItem):
+            done = r.ReasoningDone
+        where = self._where()
+        out = [
+            self._event(done, **where, text=part.text),
+            self._event(r.PartDone, **where, part=part),
+            self._event(r.ItemDone, output_index=len(self.items), item=item),
+        ]
+        self.items.append(item)
+        self._open = None
+        return out
+
+    def lifecycle(
+        self, kinds: Sequence[type[r._Event]], response: r.Response
+    ) -> list[msgspec.Struct]:
+        """Events about the response as a whole."""
+        return [self._event(kind, response=response) for kind in kinds]
+
+    def _grow(
+        self, kind: type[r.MessageItem] | type[r.ReasoningItem], text: str
+    ) -> list[msgspec.Struct]:
+        out: list[msgspec.Struct] = []
+        if self._open is not kind:
+            out = self.close()
+            self._open, self._pieces = kind, []
+            empty = self._item("", "in_progress")
+            part: r.Part = empty.content[0]
+            shell = msgspec.structs.replace(empty, content=[])
+            out.append(self._event(r.ItemAdded, output_index=len(self.items), item=shell))
+            out.append(self._event(r.PartAdded, **self._where(), part=part))
+        self._pieces.append(text)
+        delta = r.TextDelta if kind is r.MessageItem else r.ReasoningDelta
+        return [*out, self._event(delta, **self._where(), delta=text)]
+
+    def _call(self, call: ToolCall) -> list[msgspec.Struct]:
+        out, self._layout = self.close(), ""
+        index = len(self.items)
+        item = r.CallItem(
+            id=f"fc_{self._unique_id}_{index}",
+            call_id=f"call_{self._unique_id}_{call.index}",
+            name=call.name,
+            arguments=call.arguments,
+            status="completed",
+        )
+        self.items.append(item)
+        empty = msgspec.structs.replace(item, arguments="", status="in_progress")
+        where = {"item_id": item.id, "output_index": index}
+        return [
+            *out,
+            self._event(r.ItemAdded, output_index=index, item=empty),
+            self._event(r.ArgumentsDelta, **where, delta=call.arguments),
+            self._event(r.ArgumentsDone, **where, name=call.name, arguments=call.arguments),
+            self._event(r.ItemDone, output_index=index, item=item),
+        ]
+
+    def _item(self, text: str, status: str) -> r.MessageItem | r.ReasoningItem:
+        if self._open is r.MessageItem:
+            content = [r.OutputText(text=text)]
+            return r.MessageItem(id=self._where()["item_id"], status=status, content=content)
+        parts = [r.ReasoningPart(text=text)]
+        return r.ReasoningItem(id=self._where()["item_id"], status=status, content=parts)
+
+    def _where(self) -> dict[str, Any]:
+        index = len(self.items)
+        prefix = "msg" if self._open is r.MessageItem else "rs"
+        return {"item_id": f"{prefix}_{self._unique_id}_{index}", "output_index": index}
+
+    def _event(self, kind: type[r._Event], /, **fields: Any) -> msgspec.Struct:
+        number, self._number = self._number, self._number + 1
+        return kind(sequence_number=number, **fields)
+
+
+class ResponseAnswer:
+    """The response to one prepared request of one choice."""
+
+    def __init__(
+        self, settings: ApiSettings, prepared: Prepared, body: ResponseBody, info: EngineInfo
+    ) -> None:
+        self._prepared = prepared
+        self._turn = Turn(settings, prepared)
+        self._writer = ItemWriter(prepared.response_id.removeprefix("resp_"))
+        given, defaults = body.model_dump(by_alias=True), info.sampling_defaults
+        text = given["text"] or {}
+        self._shell = r.Response(
+            id=prepared.response_id,
+            created_at=int(time.time()),
+            status="in_progress",
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=settings.model_name,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": (given["reasoning"] or {}).get("effort"), "summary": None},
+            temperature=_first(body.temperature, defaults.temperature),
+            text={"format": _present(text.get("format") or {"type": "text"})},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=_first(body.top_p, defaults.top_p),
+            usage=None,
+            user=body.user,
+            metadata=body.metadata or {},
+        )
+
+    async def whole(self, streams: Sequence[RequestStream]) -> bytes:
+        """The JSON body.
+
+        Raises:
+            FlareError: the request failed.
+        """
+        finished = None
+        async for item in streams[0]:
+            if isinstance(item, messages.Failed):
+                raise failure_error(item)
+            if isinstance(item, Delta):
+                self._writer.write(self._turn.add(item))
+            else:
+                finished = item
+        assert finished is not None
+        self._finish(finished)
+        return r.encode(self._ended(finished))
+
+    async def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
+        """Server-sent events; those that are ready together come out as one piece."""
+        yield _joined(self._writer.lifecycle((r.Created, r.InProgress), self._shell))
+        async for item in streams[0]:
+            if isinstance(item, messages.Failed):
+                yield _joined(self._failed(item))
+                return
+            if isinstance(item, Delta):
+                events = self._writer.write(self._turn.add(item))
+            else:
+                events = self._finish(item)
+                kind = r.Truncated if item.reason == "length" else r.Completed
+                events += self._writer.lifecycle((kind,), self._ended(item))
+            if events:
+                yield _joined(events)
+
+    def _finish(self, finished: Finished) -> list[msgspec.Struct]:
+        status = "incomplete" if finished.reason == "length" else "completed"
+        return self._writer.write(self._turn.end()) + self._writer.close(status)
+
+    def _ended(self, finished: Finished) -> r.Response:
+        cut = finished.reason == "length"
+        prompt, output = self._prepared.prompt_tokens[0], finished.completion_tokens
+        return msgspec.structs.replace(
+            self._shell,
+            status="incomplete" if cut else "completed",
+            incomplete_details=r.Incomplete("max_output_tokens") if cut else None,
+            output=self._writer.items,
+            usage=r.Usage(
+                input_tokens=prompt,
+                input_tokens_details=r.InputTokensDetails(cached_tokens=finished.cached_tokens),
+                output_tokens=output,
+                output_tokens_details=r.OutputTokensDetails(self._turn.reasoning_tokens),
+                total_tokens=prompt + output,
+            ),
+        )
+
+    def _failed(self, item: messages.Failed) -> list[msgspec.Struct]:
+        events = self._writer.close("incomplete")
+        code = "rate_limit_exceeded" if item.status == 429 else "server_error"
+        response = msgspec.structs.replace(
+            self._shell,
+            status="failed",
+            error=r.Failure(code, item.message),
+            output=self._writer.items,
+        )
+        return events + self._writer.lifecycle((r.Failed,), response)
+
+
+def _joined(events: Sequence[msgspec.Struct]) -> bytes:
+    return b"".join(event(e) for e in events)
+
+
+def _first(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}

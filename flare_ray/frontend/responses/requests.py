@@ -1,0 +1,190 @@
+"""The body of /v1/responses as a chat request. Nothing is stored: what needs storage is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.responses.items import chat_messages
+
+REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "background": (False,),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "context_management": (),
+    "moderation": (),
+    "max_tool_calls": (),
+    "include": ([],),
+    "top_logprobs": (0,),
+    "prompt_cache_key": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": (),
+    "safety_identifier": (),
+    "access_programs": (),
+    "background_options": (),
+    "image": (),
+}
+"""Fields that are not built, and the values besides null that ask for nothing. Without `store`
+nothing is stored either, and the answer says so."""
+RENAMED = {
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+class _Reasoning(_Closed):
+    effort: str | None = None
+    summary: Literal[None] = None
+    generate_summary: Literal[None] = None
+
+
+class _Format(_Closed):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class _Text(_Closed):
+    format: _Format | None = None
+    verbosity: Literal[None] = None
+
+
+class _StreamOptions(_Closed):
+    include_obfuscation: Literal[False] | None = None
+
+
+class _Tool(_Closed):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Literal[False] | None = None
+
+
+class _Choice(_Closed):
+    type: Literal["function"]
+    name: str
+
+
+class ResponseBody(_Closed):
+    """POST /v1/responses."""
+
+    model: str
+    input: str | list[Any]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    user: str | None = Field(None, max_length=512)
+    truncation: Literal["disabled"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+
+def parse(body: Mapping[str, Any]) -> ResponseBody:
+    """`body` as a model.
+
+    Raises:
+        InvalidRequest: names each offending field by its path.
+    """
+    for name, neutral in REFUSED.items():
+        value = body.get(name)
+        if value is not None and not any(type(value) is type(n) and value == n for n in neutral):
+            raise InvalidRequest(
+                f"{name} is not supported by this server, which stores nothing; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+    try:
+        return ResponseBody.model_validate({k: v for k, v in body.items() if k not in REFUSED})
+    except ValidationError as error:
+        raise validation_failure(error) from error
+
+
+def chat_request(body: ResponseBody) -> dict[str, Any]:
+    """The body of the chat request that asks the same.
+
+    Raises:
+        InvalidRequest: names the offending field by its path.
+    """
+    messages = chat_messages(body.input)
+    if body.instructions:
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    chat: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "stream": body.stream,
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "user": body.user,
+    }
+    if body.tools:
+        chat["tools"] = [_function(tool, f"tools[{i}]") for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        chat["tool_choice"] = _choice(body.tool_choice)
+    if body.reasoning is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        chat["response_format"] = _format(body.text.format)
+    return {name: value for name, value in chat.items() if value is not None}
+
+
+def _function(tool: Any, path: str) -> dict[str, Any]:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if kind != "function":
+        raise InvalidRequest(
+            f"{path}.type: this server runs no tools of its own, only functions of the client; "
+            f"got {str(kind)[:60]!r}",
+            param=f"{path}.type",
+        )
+    try:
+        parsed = _Tool.model_validate(tool)
+    except ValidationError as error:
+        raise validation_failure(error, path) from error
+    function = parsed.model_dump(include={"name", "description", "parameters", "strict"})
+    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+
+
+def _choice(choice: Any) -> Any:
+    if isinstance(choice, str):
+        return choice
+    try:
+        name = _Choice.model_validate(choice).name
+    except ValidationError as error:
+        raise validation_failure(error, "tool_choice") from error
+    return {"type": "function", "function": {"name": name}}
+
+
+def _format(given: _Format) -> dict[str, Any]:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    schema = given.model_dump(include={"name", "description", "strict"})
+    schema["schema"] = given.schema_
+    return {
+        "type": "json_schema",
+        "json_schema": {k: v for k, v in schema.items() if v is not None},
+    }
