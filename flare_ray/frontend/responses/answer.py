@@ -72,9 +72,9 @@ class ItemWriter:
             done = r.ReasoningDone
         where = self._where()
         out = [
-            self._event(done, **where, text=part.text),
-            self._event(r.PartDone, **where, part=part),
-            self._event(r.ItemDone, output_index=len(self.items), item=item),
+            done(sequence_number=self._next(), **where, text=part.text),
+            r.PartDone(sequence_number=self._next(), **where, part=part),
+            r.ItemDone(sequence_number=self._next(), output_index=len(self.items), item=item),
         ]
         self.items.append(item)
         self._open = None
@@ -84,7 +84,7 @@ class ItemWriter:
         self, kinds: Sequence[type[r._Event]], response: r.Response
     ) -> list[msgspec.Struct]:
         """Events about the response as a whole."""
-        return [self._event(kind, response=response) for kind in kinds]
+        return [kind(sequence_number=self._next(), response=response) for kind in kinds]
 
     def _grow(
         self, kind: type[r.MessageItem] | type[r.ReasoningItem], text: str
@@ -96,11 +96,13 @@ class ItemWriter:
             empty = self._item("", "in_progress")
             part: r.Part = empty.content[0]
             shell = msgspec.structs.replace(empty, content=[])
-            out.append(self._event(r.ItemAdded, output_index=len(self.items), item=shell))
-            out.append(self._event(r.PartAdded, **self._where(), part=part))
+            out.append(
+                r.ItemAdded(sequence_number=self._next(), output_index=len(self.items), item=shell)
+            )
+            out.append(r.PartAdded(sequence_number=self._next(), **self._where(), part=part))
         self._pieces.append(text)
         delta = r.TextDelta if kind is r.MessageItem else r.ReasoningDelta
-        return [*out, self._event(delta, **self._where(), delta=text)]
+        return [*out, delta(sequence_number=self._next(), **self._where(), delta=text)]
 
     def _call(self, call: ToolCall) -> list[msgspec.Struct]:
         out, self._layout = self.close(), ""
@@ -117,10 +119,12 @@ class ItemWriter:
         where = {"item_id": item.id, "output_index": index}
         return [
             *out,
-            self._event(r.ItemAdded, output_index=index, item=empty),
-            self._event(r.ArgumentsDelta, **where, delta=call.arguments),
-            self._event(r.ArgumentsDone, **where, name=call.name, arguments=call.arguments),
-            self._event(r.ItemDone, output_index=index, item=item),
+            r.ItemAdded(sequence_number=self._next(), output_index=index, item=empty),
+            r.ArgumentsDelta(sequence_number=self._next(), **where, delta=call.arguments),
+            r.ArgumentsDone(
+                sequence_number=self._next(), **where, name=call.name, arguments=call.arguments
+            ),
+            r.ItemDone(sequence_number=self._next(), output_index=index, item=item),
         ]
 
     def _item(self, text: str, status: str) -> r.MessageItem | r.ReasoningItem:
@@ -135,9 +139,9 @@ class ItemWriter:
         prefix = "msg" if self._open is r.MessageItem else "rs"
         return {"item_id": f"{prefix}_{self._unique_id}_{index}", "output_index": index}
 
-    def _event(self, kind: type[r._Event], /, **fields: Any) -> msgspec.Struct:
+    def _next(self) -> int:
         number, self._number = self._number, self._number + 1
-        return kind(sequence_number=number, **fields)
+        return number
 
 
 class ResponseAnswer:
