@@ -28,6 +28,12 @@ from flare_ray.frontend.stream import failure_error
 from flare_ray.frontend.turn import Turn
 
 
+Lifecycle = (
+    type[r.Created] | type[r.InProgress] | type[r.Completed] | type[r.Truncated] | type[r.Failed]
+)
+"""Events about a response as a whole."""
+
+
 class ItemWriter:
     """Chat events in, item events out; keeps the whole items too.
 
@@ -71,7 +77,7 @@ class ItemWriter:
         if isinstance(item, r.ReasoningItem):
             done = r.ReasoningDone
         where = self._where()
-        out = [
+        out: list[msgspec.Struct] = [
             done(sequence_number=self._next(), **where, text=part.text),
             r.PartDone(sequence_number=self._next(), **where, part=part),
             r.ItemDone(sequence_number=self._next(), output_index=len(self.items), item=item),
@@ -80,9 +86,7 @@ class ItemWriter:
         self._open = None
         return out
 
-    def lifecycle(
-        self, kinds: Sequence[type[r._Event]], response: r.Response
-    ) -> list[msgspec.Struct]:
+    def lifecycle(self, kinds: Sequence[Lifecycle], response: r.Response) -> list[msgspec.Struct]:
         """Events about the response as a whole."""
         return [kind(sequence_number=self._next(), response=response) for kind in kinds]
 
@@ -116,7 +120,7 @@ class ItemWriter:
         )
         self.items.append(item)
         empty = msgspec.structs.replace(item, arguments="", status="in_progress")
-        where = {"item_id": item.id, "output_index": index}
+        where: dict[str, Any] = {"item_id": item.id, "output_index": index}
         return [
             *out,
             r.ItemAdded(sequence_number=self._next(), output_index=index, item=empty),
