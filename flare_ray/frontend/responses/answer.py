@@ -27,7 +27,6 @@ from flare_ray.frontend.sse import event
 from flare_ray.frontend.stream import failure_error
 from flare_ray.frontend.turn import Turn
 
-
 Lifecycle = (
     type[r.Created] | type[r.InProgress] | type[r.Completed] | type[r.Truncated] | type[r.Failed]
 )
