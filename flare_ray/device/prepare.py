@@ -35,7 +35,7 @@ from flare_ray.device.state.layout import (
 )
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
-from flare_ray.device.weights.budget import cpu_second_layout_bytes, rank_weight_bytes
+from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.index import CheckpointIndex
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import open_validated
@@ -149,8 +149,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     limits, row_bytes = _state_limits(config, spec, options, vocab_size=geometry.vocab_size)
     page_bytes, rest_bytes = state_bytes(spec, limits)
     generation = _read_object(folder / GENERATION_FILE, required=False)
-    few_rows_apart = config.device == "cpu" and config.dtype == "float32"
-    second_layout = cpu_second_layout_bytes(config_json) if few_rows_apart else 0
     manifest = PreparedManifest(
         recipe=recipe.name,
         checkpoint_name=folder.resolve().name,
@@ -175,7 +173,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
                 world_size=config.tensor_parallel_size,
                 element_bytes=DTYPE_BYTES[config.dtype],
                 families=_families(config),
-                second_layout_bytes=second_layout,
             ),
             page_bytes=page_bytes,
             state_bytes=rest_bytes,

@@ -10,6 +10,7 @@ from flare_ray.device.ops.kda import api as kda
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
 from flare_ray.device.ops.linear import numba as linear
 from flare_ray.device.ops.linear.api import Halves, Linear
+from flare_ray.device.ops.moe import api as moe
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.router import numba as router
@@ -34,10 +35,10 @@ def bfloat16_values(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("exact", [True, False])
 def test_few_row_product_equals_the_plain_one(rows, columns, depth, exact):
     weight = bfloat16_values(columns, depth) if exact else torch.randn(columns, depth)
-    stored = linear.stored(weight)[0]
+    stored = linear.stored(weight)
     assert stored.dtype == (torch.bfloat16 if exact else torch.float32)
     wide = torch.randn(rows, depth + 3)
-    assert close(linear.multiply(wide[:, 1:-2], stored), wide[:, 1:-2] @ weight.t())
+    assert close(linear.multiply(wide[:, 1:-2], stored, columns), wide[:, 1:-2] @ weight.t())
 
 
 @pytest.mark.parametrize("rows", [1, 6, 9])
@@ -51,12 +52,6 @@ def test_halves_meet_their_own_matrix(rows):
 def test_rows_of_another_size_or_type_never_reach_a_kernel(x):
     with pytest.raises(ContractViolation, match="rows of"):
         Linear(bfloat16_values(24, 40))(x)
-
-
-def test_a_rows_product_is_the_same_beside_any_neighbours():
-    weight, x = linear.stored(bfloat16_values(24, 40))[0], torch.randn(9, 40)
-    alone = [linear.multiply(x[row : row + 1], weight) for row in range(9)]
-    assert close(linear.multiply(x, weight), torch.cat(alone))
 
 
 @pytest.mark.parametrize("columns", [slice(0, 24), slice(5, 29)])
@@ -154,15 +149,21 @@ def test_causal_attention_equals_the_torch_form():
 
 @pytest.mark.parametrize(("experts", "shared"), [(8, 1), (8, 0), (24, 2)])
 @pytest.mark.parametrize("exact", [True, False])
-def test_chosen_experts_equal_the_torch_form(experts, shared, exact):
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_chosen_experts_equal_the_torch_form_and_no_row_feels_its_neighbours(
+    monkeypatch, experts, shared, exact, rows
+):
     make = bfloat16_values if exact else torch.randn
-    weights = ExpertWeights(make(experts + shared, 24, 16), make(experts + shared, 12, 16))
+    weights = ExpertWeights(make(experts + shared, 24, 72) / 4, make(experts + shared, 12, 72) / 4)
     op = Experts(weights, shared=shared, top_k=2, limit=1.5)
-    x, shares = torch.randn(5, 16), torch.rand(5, 2)
-    chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(5)])
+    monkeypatch.setattr(moe, "_compiles", lambda weight: False)
+    plain = Experts(weights, shared=shared, top_k=2, limit=1.5)
+    x, shares = torch.randn(rows, 72), torch.rand(rows, 2)
+    chosen = torch.stack([torch.randperm(experts)[:2] for _ in range(rows)])
     compiled = op(x, chosen, shares)
-    op._held = None
-    assert torch.allclose(compiled, op(x, chosen, shares), rtol=1e-4, atol=1e-4)
+    assert torch.allclose(compiled, plain(x, chosen, shares), rtol=1e-4, atol=1e-4)
+    alone = [op(x[r : r + 1], chosen[r : r + 1], shares[r : r + 1]) for r in range(rows)]
+    assert torch.equal(compiled, torch.cat(alone))
 
 
 def test_equal_scores_route_to_the_lower_expert():

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flare_ray.device.ops.moe import api as moe
 from flare_ray.device.ops.moe import reference as moe_reference
 from flare_ray.device.ops.moe.api import FUSED_EXPERTS_PER_CHOICE, Experts, ExpertWeights
 from flare_ray.device.ops.router.api import route
@@ -62,6 +63,7 @@ def loop(x, held: ExpertWeights, shared: int, experts, weights) -> torch.Tensor:
 @pytest.mark.parametrize("rows", [1, 5, 30])
 def test_experts_equal_a_loop(monkeypatch, routed, shared, rows):
     """8 routed: fused; 40 routed: gathered for 1 and 5 rows, all of them for 30."""
+    monkeypatch.setattr(moe, "_compiles", lambda weight: False)  # its own test: test_compiled.py
     held = ExpertWeights(
         torch.randn(routed + shared, 12, 16) / 4, torch.randn(routed + shared, 6, 16)
     )
@@ -74,7 +76,9 @@ def test_experts_equal_a_loop(monkeypatch, routed, shared, rows):
     assert torch.allclose(op(x, experts, weights), wanted, atol=ATOL)
 
 
-def test_each_form_is_the_one_meant():
+def test_each_form_is_the_one_meant(monkeypatch):
+    monkeypatch.setattr(moe, "_compiles", lambda weight: False)
+
     def op(routed: int) -> Experts:
         held = ExpertWeights(torch.zeros(routed, 12, 16), torch.zeros(routed, 6, 16))
         return Experts(held, shared=0, top_k=2, limit=LIMIT)

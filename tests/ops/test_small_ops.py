@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from flare_ray.device.ops.hyper_connection import reference as mixing
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape, mix_out
-from flare_ray.device.ops.linear import onednn
-from flare_ray.device.ops.linear.api import PACK_FROM_ELEMENTS, Linear, concatenated
+from flare_ray.device.ops.linear.api import Linear, concatenated
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.rmsnorm.reference import rmsnorm
 from flare_ray.device.ops.short_conv.api import short_conv
@@ -43,14 +42,22 @@ def test_linear_equals_the_plain_product(rows, shape):
     assert close(Linear(weight)(x), F.linear(x.double(), weight.double()).float(), 1e-5)
 
 
-def test_linear_packs_large_matrices_only():
-    assert onednn.can_pack(torch.zeros(2, 2))
-    rows = PACK_FROM_ELEMENTS // 256
-    assert Linear(torch.zeros(rows + 1, 256))._packed is not None
-    assert Linear(torch.zeros(rows - 1, 256))._packed is None
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("shape", [(64, 16), (63, 1), (129, 40), (5, 300)])
+def test_rows_are_multiplied_alike_whatever_stands_beside_them(shape, narrow):
+    """Every block of rows and both stored types; bit for bit, and against float64."""
+    weight = torch.randn(shape)
+    weight = weight.to(torch.bfloat16).float() if narrow else weight
+    linear, x = Linear(weight), torch.randn(15, shape[1])
+    assert (linear._kept.dtype == torch.bfloat16) == narrow
+    alone = torch.cat([linear(row.unsqueeze(0)) for row in x])
+    for rows in range(1, 16):
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+    wanted = F.linear(x.double(), weight.double()).float()
+    assert torch.allclose(alone, wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_linear_packs_a_transposed_view_and_takes_rows_of_a_wider_matrix():
+def test_linear_takes_a_transposed_view_and_takes_rows_of_a_wider_matrix():
     weight, wide = torch.randn(256, 800) / 16, torch.randn(3, 300)
     got = Linear(weight.t())(wide[:, :256])
     assert close(got, F.linear(wide[:, :256], weight.t()), 1e-5)

@@ -37,8 +37,6 @@ from flare_ray.errors import ContractViolation
 
 WARM_PAGES = 2
 """Page-table columns in view during warm-up: one more than one page, so gathers see two."""
-PREFILL_ROWS = 16
-"""A prefill's rows per lane are a multiple of this: 32 lengths of a 512-row program, not 512."""
 ALL_FILTERS = FilterBounds(
     max_top_k=1,
     every_lane_greedy=False,
@@ -185,7 +183,7 @@ class EagerPrefill:
         self._inputs.fill(plan, masks if masked else None)
         self._facts = HostFacts(
             context_pages=bounds.context_pages,
-            rows=self._rows(max(len(lane.tokens) for lane in plan.prefill)),
+            rows=max(len(lane.tokens) for lane in plan.prefill),
             masked=masked,
             copies=False,
             sampled=any(lane.final and lane.pending < 0 for lane in plan.prefill),
@@ -207,12 +205,6 @@ class EagerPrefill:
         self._facts = HostFacts(columns, self.shape.token_capacity, True, False, True, ALL_FILTERS)
         self.replay()
         self._facts = None
-
-    def _rows(self, longest: int) -> int:
-        """Rows per lane to run: the longest chunk, rounded up. Every new number of rows makes
-        oneDNN compile and keep a product of its own for each matrix, some hundred KiB apiece."""
-        rounded = (longest + PREFILL_ROWS - 1) // PREFILL_ROWS * PREFILL_ROWS
-        return min(rounded, self.shape.token_capacity)
 
 
 class EagerBackend:

@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
-from llvmlite import ir
 from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
@@ -108,18 +108,24 @@ def cube(address, first, rows, columns, element):
     return carray(_pointer(address, element), (first, rows, columns))
 
 
-@intrinsic
-def _to_float32(context: Any, value: Any) -> Any:
-    """See `widen`."""
-    if value == types.float32:
-        return types.float32(types.float32), lambda _context, _builder, _type, args: args[0]
-
-    def from_bits(_context: Any, builder: Any, _type: Any, args: Any) -> Any:
-        wide = builder.zext(args[0], ir.IntType(32))
-        return builder.bitcast(builder.shl(wide, ir.Constant(ir.IntType(32), 16)), ir.FloatType())
-
-    return types.float32(types.uint16), from_bits
+@inner
+def dot1(x, line, a):
+    """Product of row a and one line."""
+    s = np.float32(0.0)
+    for i in range(line.shape[0]):
+        s += x[a, i] * line[i]
+    return s
 
 
-widen: Any = _to_float32
-"""float32 of a stored number: a float32 as it is, a uint16 as the bits of a bfloat16."""
+@inner
+def dot4(x, line, a):
+    """Products of rows a to a + 3."""
+    s, t = np.float32(0.0), np.float32(0.0)
+    u, v = np.float32(0.0), np.float32(0.0)
+    for i in range(line.shape[0]):
+        w = line[i]
+        s += x[a, i] * w
+        t += x[a + 1, i] * w
+        u += x[a + 2, i] * w
+        v += x[a + 3, i] * w
+    return s, t, u, v

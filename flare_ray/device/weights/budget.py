@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK
@@ -15,7 +14,6 @@ from flare_ray.recipes.declaration import Family, TensorSpec
 
 SCALE_BYTES = 4
 """A float32 scale: of an FP8 block, or of a whole NVFP4 matrix."""
-BFLOAT16_BYTES, FLOAT32_BYTES = 2, 4
 
 
 def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
@@ -67,7 +65,6 @@ def rank_weight_bytes(
     element_bytes: int,
     families: Iterable[Family] = BOTH_FAMILIES,
     format_of: Callable[[TensorSpec], WeightFormat] | None = None,
-    second_layout_bytes: int = 0,
 ) -> int:
     """Weight bytes of one rank: required tensors, divided where their specs say so.
 
@@ -78,8 +75,6 @@ def rank_weight_bytes(
         families: families that are loaded.
         format_of: format in which a tensor is *kept*; None = all plain, which is what a loader
             that dequantises keeps whatever the checkpoint stores.
-        second_layout_bytes: per element of a matrix, of the layout that is kept beside the first
-            (`cpu_second_layout_bytes`); 0 = there is none.
     Raises:
         ConfigError: a tensor that `world_size` ranks cannot share.
     """
@@ -91,25 +86,4 @@ def rank_weight_bytes(
         shape = rank_shape(spec, world_size)
         format = WeightFormat.PLAIN if format_of is None else format_of(spec)
         total += format_bytes(shape, format, element_bytes=element_bytes)
-        if len(shape) == 2:
-            total += math.prod(shape) * second_layout_bytes
     return total
-
-
-def cpu_second_layout_bytes(config_json: Mapping[str, Any]) -> int:
-    """Bytes per matrix element of the second layout that float32 CPU ranks keep.
-
-    Products of few rows read a matrix in a layout of their own, in bfloat16 where that is exact and
-    in float32 elsewhere (device/ops/linear, device/ops/moe). Exactness is a matter of numbers; what
-    config.json says of them is believed, and quantised weights, which are scaled, are not exact.
-    A bound: matrices too small for a packed layout keep one, and lookup tables keep none.
-
-    Args:
-        config_json: of the checkpoint; its `dtype` (formerly `torch_dtype`) is that of the tensors.
-    """
-    text = config_json.get("text_config")
-    places = [config_json, *([text] if isinstance(text, Mapping) else [])]
-    if any(place.get("quantization_config") is not None for place in places):
-        return FLOAT32_BYTES
-    declared = {place.get(name) for place in places for name in ("dtype", "torch_dtype")} - {None}
-    return BFLOAT16_BYTES if declared == {"bfloat16"} else FLOAT32_BYTES

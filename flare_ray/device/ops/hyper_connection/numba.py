@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.linear.numba import dot1
-from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
+from flare_ray.device.ops.numba import cube, dot1, inner, kernel, matrix, vector
 
 
 class Site(NamedTuple):

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.linear.numba import dot4
-from flare_ray.device.ops.numba import inner, kernel, matrix, vector
+from flare_ray.device.ops.numba import dot4, inner, kernel, matrix, vector
 
 
 @inner

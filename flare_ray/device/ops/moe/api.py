@@ -2,11 +2,11 @@
 
 Four static forms; which one runs follows from sizes the host knows, never from the routing:
 
+    compiled  float32 on CPU: the chosen and shared experts' weights are read in place
     fused     few experts: shared experts join the routed ones with weight 1, and everything is two
-              packed products over all experts
+              products over all experts
     all       many rows: two products over all routed experts, the shared ones apart
     chosen    few rows: the chosen experts' weights are gathered, the shared ones apart
-    compiled  few float32 rows on CPU: the chosen and shared experts' weights are read in place
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from flare_ray.device.ops.swiglu.api import clamped_swiglu
 FUSED_EXPERTS_PER_CHOICE = 4
 """Experts per chosen expert up to which all of them cost less than gathering the chosen ones: at 8
 experts of 128 x 256, 2 chosen, one row takes 95 us fused and 150 us gathered (Zen 4 core)."""
-COMPILED_ROWS = 8
-"""Most rows of the compiled form; at those sizes 1, 4, 8 rows take 31, 101, 200 us, fused 121, 222,
-311 (Zen 4 core)."""
 
 
 @dataclass(slots=True)
@@ -38,6 +35,11 @@ class ExpertWeights:
 
     gate_up: Tensor
     down: Tensor
+
+
+def _compiles(weight: Tensor) -> bool:
+    """Whether such experts have a compiled form."""
+    return weight.device.type == "cpu" and weight.dtype == torch.float32
 
 
 class Experts:
@@ -57,12 +59,12 @@ class Experts:
         self._top_k = top_k
         self._shared = shared
         self._held: Any = None
-        if weights.down.device.type == "cpu" and weights.down.dtype == torch.float32:
-            from flare_ray.device.ops.linear.numba import stored
+        if _compiles(weights.down):
             from flare_ray.device.ops.moe import numba
 
             self._compiled = numba.chosen_experts
-            self._held = numba.StoredExperts(*stored(weights.gate_up, weights.down))
+            self._held = numba.stored(weights.gate_up, weights.down)
+            return
         routed = total - shared
         if routed <= FUSED_EXPERTS_PER_CHOICE * top_k:
             self._routed = None
@@ -88,7 +90,7 @@ class Experts:
         """
         expect_shape("experts", experts, x.shape[0], self._top_k)
         expect_shape("weights", weights, x.shape[0], self._top_k)
-        if self._held is not None and x.shape[0] <= COMPILED_ROWS:
+        if self._held is not None:
             return self._compiled(
                 x, self._held, experts, weights, shared=self._shared, limit=self._limit
             )
@@ -116,9 +118,8 @@ class _Packed:
 
     def __init__(self, weights: ExpertWeights, limit: float) -> None:
         self._count, self._double, hidden = weights.gate_up.shape
-        many = weights.down.device.type == "cpu" and weights.down.dtype == torch.float32
-        self._gate_up = Linear(weights.gate_up.reshape(-1, hidden), many_rows=many)
-        self._down = Linear(weights.down.reshape(-1, hidden).t(), many_rows=many)
+        self._gate_up = Linear(weights.gate_up.reshape(-1, hidden))
+        self._down = Linear(weights.down.reshape(-1, hidden).t())
         self._limit = limit
 
     def __call__(self, x: Tensor, shares: Tensor | None) -> Tensor:

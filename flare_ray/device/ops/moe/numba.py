@@ -1,49 +1,89 @@
-"""The chosen experts of a few rows on CPU: only their weights are read, and nothing is gathered."""
+"""The chosen experts of any number of rows on CPU: expert by expert, the rows that chose it.
+
+Only chosen experts are read or computed. A row's sum runs over its experts in their order, the
+shared ones last, so its bits do not depend on the rows beside it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.linear.numba import dot1
-from flare_ray.device.ops.numba import cube, float_rows, inner, kernel, matrix, widen
+from flare_ray.device.ops.numba import float_rows, inner, kernel, matrix
+from flare_ray.device.ops.panels.numba import PANEL, narrows, packed, product_narrow, product_wide
 
 
 class StoredExperts(NamedTuple):
-    """gate_up [E + shared, 2 I, H] and down [E + shared, I, H] of one stored type."""
+    """Panels of gate_up [E + shared, 2 I, H] and down [E + shared, H, I], of one stored type; width
+    I and hidden H."""
 
     gate_up: Tensor
     down: Tensor
+    width: int
+    hidden: int
 
 
 @inner
-def add_expert(x, gate_up, down, out, row, weight, limit):
-    """out[row] += weight * expert(x[row])."""
-    width = down.shape[0]
-    for i in range(width):
-        gate = min(dot1(x, gate_up[i], row), limit)
-        up = min(max(dot1(x, gate_up[width + i], row), -limit), limit)
-        active = weight * up * gate / (np.float32(1.0) + np.exp(-gate))
-        line = down[i]
-        for j in range(line.shape[0]):
-            out[row, j] += active * widen(line[j])
-
-
-@inner
-def add_experts(x, gate_up, down, routing, out, shared, limit):
-    """The chosen experts of every row, then the shared ones, which come last."""
+def gather(x, routing, expert, everyone, rows, shares):
+    """Numbers and shares of the rows that chose an expert; how many."""
     chosen, weights = routing
-    bound = np.float32(limit)
+    count = 0
     for row in range(x.shape[0]):
-        out[row] = np.float32(0.0)
-        for place in range(chosen.shape[1]):
-            expert = chosen[row, place]
-            add_expert(x, gate_up[expert], down[expert], out, row, weights[row, place], bound)
-        for expert in range(gate_up.shape[0] - shared, gate_up.shape[0]):
-            add_expert(x, gate_up[expert], down[expert], out, row, np.float32(1.0), bound)
+        if everyone:
+            rows[count], shares[count] = row, np.float32(1.0)
+            count += 1
+        else:
+            for place in range(chosen.shape[1]):
+                if chosen[row, place] == expert:
+                    rows[count], shares[count] = row, weights[row, place]
+                    count += 1
+    return count
+
+
+@inner
+def activate(both, shares, active, count, limit):
+    """active[r] = share times clamped SwiGLU of [gate, up] rows."""
+    width = active.shape[1]
+    for row in range(count):
+        for i in range(width):
+            gate = min(both[row, i], limit)
+            up = min(max(both[row, width + i], -limit), limit)
+            active[row, i] = shares[row] * up * gate / (np.float32(1.0) + np.exp(-gate))
+
+
+def _experts(product: Any, element_bytes: int) -> Any:
+    """The loop over experts for one stored type."""
+
+    @inner
+    def run(x, gate_up, down, routing, out, scratch, sizes, shared, bound):
+        rows, shares, inputs, both, active, outputs = scratch
+        total, width, hidden = sizes
+        first_bytes = -(-2 * width // PANEL) * PANEL * hidden * element_bytes
+        second_bytes = -(-hidden // PANEL) * PANEL * width * element_bytes
+        out[:] = np.float32(0.0)
+        for expert in range(total):
+            count = gather(x, routing, expert, expert >= total - shared, rows, shares)
+            if count == 0:
+                continue
+            for r in range(count):
+                inputs[r] = x[rows[r]]
+            first, second = gate_up + expert * first_bytes, down + expert * second_bytes
+            product(inputs.ctypes.data, first, both.ctypes.data, count, 2 * width, hidden)
+            activate(both, shares, active, count, bound)
+            product(active.ctypes.data, second, outputs.ctypes.data, count, hidden, width)
+            for r in range(count):
+                line = out[rows[r]]
+                for j in range(hidden):
+                    line[j] += outputs[r, j]
+
+    return run
+
+
+_narrow: Any = _experts(product_narrow, 2)
+_wide: Any = _experts(product_wide, 4)
 
 
 @kernel("iiiiiiiiiiiiif")
@@ -52,25 +92,36 @@ def _run(
 ):
     values, results = matrix(x, rows, hidden, np.float32), matrix(out, rows, hidden, np.float32)
     routing = (matrix(chosen, rows, top_k, np.int64), matrix(weights, rows, top_k, np.float32))
+    scratch = (
+        np.empty(rows, np.int64),
+        np.empty(rows, np.float32),
+        np.empty((rows, hidden), np.float32),
+        np.empty((rows, 2 * width), np.float32),
+        np.empty((rows, width), np.float32),
+        np.empty((rows, hidden), np.float32),
+    )
+    sizes, bound = (total, width, hidden), np.float32(limit)
     if narrow:
-        first = cube(gate_up, total, 2 * width, hidden, np.uint16)
-        second = cube(down, total, width, hidden, np.uint16)
-        add_experts(values, first, second, routing, results, shared, limit)
+        _narrow(values, gate_up, down, routing, results, scratch, sizes, shared, bound)
     else:
-        wide_first = cube(gate_up, total, 2 * width, hidden, np.float32)
-        wide_second = cube(down, total, width, hidden, np.float32)
-        add_experts(values, wide_first, wide_second, routing, results, shared, limit)
+        _wide(values, gate_up, down, routing, results, scratch, sizes, shared, bound)
+
+
+def stored(gate_up: Tensor, down: Tensor) -> StoredExperts:
+    """Panels of gate_up [E + shared, 2 I, H] and down [E + shared, I, H] float32."""
+    narrow = narrows(gate_up, down)
+    first, second = (packed(w, narrow=narrow) for w in (gate_up, down.transpose(1, 2)))
+    return StoredExperts(first, second, down.shape[1], down.shape[2])
 
 
 def chosen_experts(
     x: Tensor, held: StoredExperts, experts: Tensor, weights: Tensor, *, shared: int, limit: float
 ) -> Tensor:
     """As `Experts.__call__` for rows x [R, H] float32; the shared experts are included."""
-    total, width, hidden = held.down.shape
-    x = float_rows(x, hidden)
+    x = float_rows(x, held.hidden)
     experts, weights = experts.contiguous(), weights.contiguous()
     rows = x.shape[0]
-    out = torch.empty((rows, hidden))
+    out = torch.empty((rows, held.hidden))
     _run(
         x.data_ptr(),
         held.gate_up.data_ptr(),
@@ -80,9 +131,9 @@ def chosen_experts(
         out.data_ptr(),
         rows,
         experts.shape[1],
-        total,
-        width,
-        hidden,
+        held.gate_up.shape[0],
+        held.width,
+        held.hidden,
         shared,
         held.down.dtype == torch.bfloat16,
         limit,

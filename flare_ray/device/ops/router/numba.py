@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.linear.numba import dot1
-from flare_ray.device.ops.numba import inner_ordered, kernel, matrix, vector
+from flare_ray.device.ops.numba import dot1, inner_ordered, kernel, matrix, vector
 
 
 @inner_ordered

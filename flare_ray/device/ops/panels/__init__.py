@@ -1,0 +1,1 @@
+"""Products by matrices stored in panels, for CPU kernels."""
