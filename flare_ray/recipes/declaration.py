@@ -38,6 +38,12 @@ class TensorSpec:
         shard_dim: dimension that the TP degree divides; None = every rank holds the whole tensor.
             `plan` computes bytes per rank from it, and the loader refuses a builder's split along
             another dimension.
+        shard_limit: parts that exist at most; where there are more ranks, several hold the same
+            one. 0 = no limit.
+        instead: name of a listed tensor that, where stored, stands in this one's place (experts
+            stored as one tensor, say). Both stored is a contradiction.
+        alias: another name under which the checkpoint's metadata may list this tensor.
+        integer: stored as 64-bit integers.
     """
 
     name: str
@@ -46,6 +52,10 @@ class TensorSpec:
     quantisable: bool = False
     required: bool = True
     shard_dim: int | None = None
+    shard_limit: int = 0
+    instead: str = ""
+    alias: str = ""
+    integer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +238,9 @@ class ChatFormat:
         reasoning_open / reasoning_close: tags around reasoning; "" = the family has none.
         prompt_opens_reasoning: the generation prompt already ends inside reasoning.
         tool_open / tool_close: tags around one tool call; "" = no tool calls.
-        tool_style: "arg_pairs" = name, then key and value tags; "json" = one JSON object.
+        tool_style: "arg_pairs" = name, then key and value tags; "json" = one JSON object;
+            "xml_parameters" = <function=name>, then <parameter=key>value</parameter>, then
+            </function>.
         arg_key_open .. arg_value_close: tags of "arg_pairs".
         reasoning_efforts: values of `reasoning_effort` that the template tells apart; others are
             refused. () = no such setting.
@@ -239,7 +251,7 @@ class ChatFormat:
     prompt_opens_reasoning: bool = False
     tool_open: str = ""
     tool_close: str = ""
-    tool_style: Literal["arg_pairs", "json"] = "json"
+    tool_style: Literal["arg_pairs", "json", "xml_parameters"] = "json"
     arg_key_open: str = ""
     arg_key_close: str = ""
     arg_value_open: str = ""

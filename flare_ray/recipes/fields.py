@@ -53,7 +53,7 @@ class Fields:
             raise CheckpointError(
                 "config.json does not describe a model this recipe serves; correct it or use "
                 "another checkpoint:",
-                tuple(self._problems),
+                tuple(dict.fromkeys(self._problems)),
             )
 
     def integer(self, key: str, *, default: int | None = None, least: int = 1) -> int:
@@ -122,6 +122,24 @@ class Fields:
             self._note(yes, f"with {no}, every layer of 0..{layers - 1} exactly once", named)
             return None
         return tuple(layer in lists[0] for layer in range(layers))
+
+    def layer_list(self, key: str, *, first: int, last: int) -> tuple[int, ...]:
+        """Distinct layer numbers from `first` to `last`, ascending; none where absent."""
+        numbers = self._values.get(key)
+        if numbers is None:
+            return ()
+        valid = isinstance(numbers, list) and all(
+            isinstance(number, int) and _is_integer(number) and first <= number <= last
+            for number in numbers
+        )
+        if not valid or len(set(numbers)) != len(numbers):
+            self._note(key, f"distinct layer numbers from {first} to {last}", numbers)
+            return ()
+        return tuple(sorted(numbers))
+
+    def equals(self, key: str, value: object) -> bool:
+        """Whether a setting has this value."""
+        return self._values.get(key) == value
 
     def fixed(self, key: str, value: object) -> None:
         """A setting with a single value that is served."""

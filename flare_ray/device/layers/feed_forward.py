@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe.api import Experts
 from flare_ray.device.ops.router.api import route
+from flare_ray.device.ops.router.softmax import softmax_route
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
 
 
@@ -63,3 +65,34 @@ class MixtureOfExperts:
             x, router.weight, router.bias, top_k=router.top_k, scale=router.scale
         )
         return self._experts(x, experts, weights)
+
+
+class GatedMixture:
+    """Routed experts and one shared expert that every row weighs by itself.
+
+    The shared expert stands behind the routed ones, as `parts` experts of their width, and is
+    always chosen.
+
+    Args:
+        router: [E + 1, H] float32: a row per routed expert, then the shared one's gate.
+        experts: E + parts experts, all of them routed, `top_k` + parts a row.
+        top_k: routed experts per row.
+        parts: experts that the shared one is cut into.
+    """
+
+    def __init__(self, router: Tensor, experts: Experts, *, top_k: int, parts: int) -> None:
+        count = router.shape[0] - 1
+        self._router = Linear(router)
+        self._experts = experts
+        self._top_k = top_k
+        self._shared = torch.arange(count, count + parts, device=router.device).unsqueeze(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See `FeedForward`."""
+        logits = self._router(x.to(torch.float32))
+        chosen, weights = softmax_route(logits[:, :-1], top_k=self._top_k)
+        rows, parts = x.shape[0], self._shared.shape[1]
+        gate = torch.sigmoid(logits[:, -1:])
+        chosen = torch.cat((chosen, self._shared.expand(rows, parts)), dim=1)
+        weights = torch.cat((weights, gate.expand(rows, parts)), dim=1)
+        return self._experts(x, chosen, weights)

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.device.layers.absorbed import AbsorbedOutput, AbsorbedQuery
-from flare_ray.device.layers.rows import IndexLayout, PagedRows
+from flare_ray.device.layers.rows import IndexLayout, PagedRows, listed_places
 from flare_ray.device.ops.indexed_attention.api import causal_attention, indexed_attention
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.pooled_index.api import (
@@ -125,7 +124,7 @@ class IndexedMlaBlock:
         else:
             index = self.select(low_rank, projected.head_weights, rows, state.pooled)
             attended = indexed_attention(
-                query, state.latent, _places(rows.page_table, index), scale=weights.scale
+                query, state.latent, listed_places(rows.page_table, index), scale=weights.scale
             )
         return weights.output(attended)
 
@@ -173,11 +172,3 @@ class IndexedMlaBlock:
         state.pooled.index_copy_(0, rows.pool_write, keys)
         kept = pairs if rows.ring_rows is None else pairs.index_select(0, rows.ring_rows)
         state.tail.index_copy_(0, rows.ring_write, kept)
-
-
-def _places(page_table: Tensor, tokens: Tensor) -> Tensor:
-    """[B, T, N] token positions, -1 = none -> [B * T, N] places in the page pool, -1 = none."""
-    column = (tokens // PAGE_TOKENS).clamp_(0, page_table.shape[1] - 1).flatten(1)
-    page = page_table.gather(1, column).view_as(tokens)
-    places = page.mul_(PAGE_TOKENS).add_(tokens % PAGE_TOKENS)
-    return places.masked_fill_(tokens < 0, -1).flatten(0, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flare_ray.device.layers.rows import RecurrentRows
+from flare_ray.device.layers.rows import RecurrentRows, join_window
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
 from flare_ray.device.ops.linear.api import Halves, Linear
 from flare_ray.device.ops.short_conv.api import short_conv
@@ -81,7 +81,7 @@ class KdaBlock:
         batch, width, heads, dim = rows.batch, rows.width, self._heads, self._dim
         channels = 3 * heads * dim
         joint = self._joint(x)
-        mixed = short_conv(self._join(joint[:, :channels], rows, window), self._taps)
+        mixed = short_conv(join_window(joint[:, :channels], rows, window), self._taps)
         outer = self._gates(joint[:, channels + heads :])
         gates = torch.addcmul(self._offset, outer, self._factor)
         gates = gates.sigmoid_()
@@ -97,19 +97,6 @@ class KdaBlock:
         else:
             result = self._rule.prefill(delta_rows, saved, rows.valid)
         return self._output(self._gated_norm(result, gates[1]).to(x.dtype))
-
-    def _join(self, raw: Tensor, rows: RecurrentRows, window: Tensor) -> Tensor:
-        """History and new rows [B, keep + T, 3 h D]; leaves them in the window."""
-        batch, width, channels = rows.batch, rows.width, raw.shape[1]
-        history = window.flatten(0, 1).index_select(0, rows.window_read)
-        new = raw.unflatten(0, (batch, width))
-        joined = torch.cat((history.view(batch, -1, channels), new), dim=1)
-        kept = joined
-        if rows.window_rows is not None:
-            kept = joined.flatten(0, 1).index_select(0, rows.window_rows)
-            kept = kept.view(batch, -1, channels)
-        window[:, : kept.shape[1]].index_copy_(0, rows.slots, kept)
-        return joined
 
     def _gated_norm(self, result: Tensor, gate: Tensor) -> Tensor:
         """[B, T, h, D] float32 and sigmoid gate [B * T, h D] -> [B * T, h D] float32."""

@@ -59,6 +59,7 @@ class PagedRows:
         pool_rows: [B * pools * pool] places in (ring rows, new rows) that form pools; None = the
             places as they are, of a pass of one row.
         pool_write: [B * pools] places of the pooled pages.
+        pool_number: [B * pools] which pools of the lane these are, -1 or less before the first.
         seen: [B, T] last position a row attends to, -1 = the row takes no part and attends to
             nothing: the page of its own position is not its lane's yet and may hold anything.
         page_table: [B, C].
@@ -76,6 +77,7 @@ class PagedRows:
     ring_write: Tensor
     pool_rows: Tensor | None
     pool_write: Tensor
+    pool_number: Tensor
     seen: Tensor
     page_table: Tensor
     read: Tensor | None = None
@@ -125,7 +127,7 @@ def paged_rows(
     start = span.positions[:, -1:] - (width - 1)
     written = _Written(valid, start, end, null_slot)
     ring_read, ring_rows, ring_write = _ring(span, layout, written)
-    pool_rows, pool_write = _pools(span, layout, written)
+    pool_rows, pool_write, pool_number = _pools(span, layout, written)
     rows = PagedRows(
         batch=span.positions.shape[0],
         width=width,
@@ -135,6 +137,7 @@ def paged_rows(
         ring_write=ring_write,
         pool_rows=pool_rows,
         pool_write=pool_write,
+        pool_number=pool_number,
         seen=seen,
         page_table=span.page_table,
     )
@@ -161,6 +164,14 @@ def _place(page_table: Tensor, positions: Tensor, valid: Tensor | None = None) -
     if valid is not None:
         page.mul_(valid)
     return page.mul_(PAGE_TOKENS).add_(positions % PAGE_TOKENS)
+
+
+def listed_places(page_table: Tensor, tokens: Tensor) -> Tensor:
+    """[B, T, N] token positions, -1 = none -> [B * T, N] places in the page pool, -1 = none."""
+    column = (tokens // PAGE_TOKENS).clamp_(0, page_table.shape[1] - 1).flatten(1)
+    page = page_table.gather(1, column).view_as(tokens)
+    places = page.mul_(PAGE_TOKENS).add_(tokens % PAGE_TOKENS)
+    return places.masked_fill_(tokens < 0, -1).flatten(0, 1)
 
 
 @dataclass(slots=True)
@@ -197,8 +208,10 @@ def _ring(
     return read, rows, write
 
 
-def _pools(span: Span, layout: IndexLayout, written: _Written) -> tuple[Tensor | None, Tensor]:
-    """pool_rows and pool_write of `PagedRows`."""
+def _pools(
+    span: Span, layout: IndexLayout, written: _Written
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """pool_rows, pool_write and pool_number of `PagedRows`."""
     batch, width = span.positions.shape
     pool, per_page = layout.pool, layout.page_pools
     start, end = written.start, written.end
@@ -210,12 +223,12 @@ def _pools(span: Span, layout: IndexLayout, written: _Written) -> tuple[Tensor |
     page = span.page_table.gather(1, column).mul_(finished)
     write = page.mul_(per_page).add_(number % per_page).view(-1)
     if width == 1:
-        return None, write
+        return None, write, number.view(-1)
     held = pool - 1 + width
     first = (pool - 1) - start % pool
     rows = (first + torch.arange(count * pool, device=device)).clamp_(max=held - 1)
     rows += torch.arange(batch, device=device).unsqueeze(1) * held
-    return rows.view(-1), write
+    return rows.view(-1), write, number.view(-1)
 
 
 @dataclass(slots=True)
@@ -280,6 +293,25 @@ def prefill_rows(
         window_rows=rows.view(-1),
         valid=valid,
     )
+
+
+def join_window(raw: Tensor, rows: RecurrentRows, window: Tensor) -> Tensor:
+    """History and new rows [B, keep + T, *shape]; leaves what becomes history in the window.
+
+    Args:
+        raw: [B * T, *shape] of the window's type.
+        window: [S + 1, keep + 8, *shape], written in place.
+    """
+    shape = raw.shape[1:]
+    history = window.flatten(0, 1).index_select(0, rows.window_read)
+    new = raw.unflatten(0, (rows.batch, rows.width))
+    joined = torch.cat((history.view(rows.batch, -1, *shape), new), dim=1)
+    kept = joined
+    if rows.window_rows is not None:
+        kept = joined.flatten(0, 1).index_select(0, rows.window_rows)
+        kept = kept.view(rows.batch, -1, *shape)
+    window[:, : kept.shape[1]].index_copy_(0, rows.slots, kept)
+    return joined
 
 
 def _live_window(slots: Tensor, column: Tensor, keep: int) -> Tensor:

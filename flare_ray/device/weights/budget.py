@@ -14,6 +14,7 @@ from flare_ray.recipes.declaration import Family, TensorSpec
 
 SCALE_BYTES = 4
 """A float32 scale: of an FP8 block, or of a whole NVFP4 matrix."""
+INT64_BYTES = 8
 
 
 def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
@@ -25,13 +26,14 @@ def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
     if spec.shard_dim is None or world_size == 1:
         return spec.shape
     size = spec.shape[spec.shard_dim]
-    if size % world_size:
+    parts = min(world_size, spec.shard_limit or world_size)
+    if size % parts:
         raise ConfigError(
-            f"{spec.name}: dimension {spec.shard_dim} has {size} entries, which {world_size} ranks "
+            f"{spec.name}: dimension {spec.shard_dim} has {size} entries, which {parts} ranks "
             "cannot share equally; choose another tensor_parallel_size"
         )
     shape = list(spec.shape)
-    shape[spec.shard_dim] = size // world_size
+    shape[spec.shard_dim] = size // parts
     return tuple(shape)
 
 
@@ -85,5 +87,6 @@ def rank_weight_bytes(
             continue
         shape = rank_shape(spec, world_size)
         format = WeightFormat.PLAIN if format_of is None else format_of(spec)
-        total += format_bytes(shape, format, element_bytes=element_bytes)
+        stored = INT64_BYTES if spec.integer else element_bytes
+        total += format_bytes(shape, format, element_bytes=stored)
     return total

@@ -161,7 +161,10 @@ class RankWeights:
         left = [
             name
             for name, spec in self._specs.items()
-            if spec.family == family and spec.required and name not in self._used
+            if spec.family == family
+            and spec.required
+            and name in self._weights
+            and name not in self._used
         ]
         if left:
             raise ContractViolation(

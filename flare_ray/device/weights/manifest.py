@@ -149,9 +149,12 @@ def _match(
             continue
         found = resolve(spec, index.tensors, declaration.block)
         problems += found.problems
+        replaced = bool(spec.instead) and spec.instead in index.tensors
+        if replaced and found.names:
+            problems.append(f"{spec.name}: stored, and {spec.instead} too; keep one of the two")
         if found.weight is None:
             known.update(found.names)
-            if spec.required and not found.names:
+            if spec.required and not found.names and not replaced:
                 problems.append(f"{spec.name}: missing; expected {list(spec.shape)}")
             continue
         known.update(part.name for part in found.weight.parts.values())

@@ -280,8 +280,9 @@ def compare(weight: StoredWeight, declaration: Declaration) -> Verdict:
     """Apply the rule at the top of this module to one tensor that may be quantised."""
     name, kind = weight.spec.name, weight.format.kind
     module = module_of(name)
-    skipped = declaration.skipped.matches(module)
-    targeted = declaration.targets is None or declaration.targets.matches(module)
+    spellings = {module, module_of(weight.spec.alias or name)}
+    skipped = any(map(declaration.skipped.matches, spellings))
+    targeted = declaration.targets is None or any(map(declaration.targets.matches, spellings))
     if kind == "plain":
         if declaration.mixed or skipped or not targeted or not declaration.kinds:
             return Verdict()

@@ -10,7 +10,8 @@ whole name before the suffix):
     NVFP4, compressed-tensors
                       m.weight_packed, m.weight_scale, m.weight_global_scale (a divisor), optional
                       m.input_global_scale
-    plain             m.weight BF16, F16 or F32, and none of these companions
+    plain             m.weight BF16, F16 or F32 (I64 where the spec says so), and none of these
+                      companions
 MXFP8, MXFP4, per-tensor FP8, packed integers and compressed block scales are refused by name.
 """
 
@@ -26,6 +27,7 @@ from flare_ray.device.weights.index import StoredTensor
 from flare_ray.recipes.declaration import TensorSpec
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
+INTEGER_DTYPES = ("I64",)
 SCALAR_SHAPES = ((), (1,))
 # Suffix of the tensor's own name -> what the part is.
 WEIGHT_SUFFIXES = ("_scale_inv", "_scale", "_scale_2", "_packed", "_global_scale")
@@ -149,7 +151,8 @@ class _Finder:
                 f"{weight.dtype} weight beside a scale {stray.name} {stray.dtype}",
                 "expected a quantised weight or no scale",
             )
-        self._check(weight, PLAIN_DTYPES, (self.spec.shape,))
+        dtypes = INTEGER_DTYPES if self.spec.integer else PLAIN_DTYPES
+        self._check(weight, dtypes, (self.spec.shape,))
         return StoredWeight(self.spec, WeightFormat.PLAIN, {"weight": weight})
 
     def _quantised(

@@ -33,13 +33,14 @@ def pool_keys(rows: Tensor, ape: Tensor) -> Tensor:
     return reference.pool_keys(rows, ape)
 
 
-def pool_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+def pool_scores(query: Tensor, keys: Tensor, weights: Tensor | None) -> Tensor:
     """Score of every pool for every row, in float32.
 
     Args:
         query: [B, T, heads, D].
         keys: [B, P, D] pooled keys.
-        weights: [B, T, heads].
+        weights: [B, T, heads]; None = the heads' products are summed as they are, without the
+            factor heads^-0.5.
     Returns:
         [B, T, P] float32; pools that a row may not see have a meaningless score.
     Raises:
@@ -47,7 +48,8 @@ def pool_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """
     batch, width, heads, dim = query.shape
     expect_shape("keys", keys, batch, None, dim)
-    expect_shape("weights", weights, batch, width, heads)
+    if weights is not None:
+        expect_shape("weights", weights, batch, width, heads)
     return reference.pool_scores(query, keys, weights)
 
 

@@ -14,12 +14,14 @@ def pool_keys(rows: Tensor, ape: Tensor) -> Tensor:
     return (weights.mul_(keys)).sum(1).to(rows.dtype)
 
 
-def pool_scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+def pool_scores(query: Tensor, keys: Tensor, weights: Tensor | None) -> Tensor:
     """See `api.pool_scores`."""
     batch, width, heads, dim = query.shape
     query = query.reshape(batch, width * heads, dim).to(torch.float32)
     products = torch.bmm(query, keys.to(torch.float32).transpose(1, 2))
     products = F.relu(products.mul_(dim**-0.5), inplace=True)
+    if weights is None:
+        return products.view(batch, width, heads, keys.shape[1]).sum(2)
     products = products.view(batch * width, heads, keys.shape[1])
     scale = heads**-0.5
     weighted = torch.bmm(weights.view(batch * width, 1, heads).to(torch.float32) * scale, products)

@@ -1,0 +1,1 @@
+"""Table rows of the n-grams that end at each token."""

@@ -1,0 +1,1 @@
+"""Rotary positions of the first channels of a head."""

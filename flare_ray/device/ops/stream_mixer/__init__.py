@@ -1,0 +1,1 @@
+"""Residual streams around a block, mixed by gates of low rank."""
