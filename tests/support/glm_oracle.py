@@ -11,7 +11,6 @@ import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-MIN_GAP = 1e-5
-"""Smallest difference between the last selected and the first left-out pool score: below it an
-equal computation in another order may select otherwise."""
-
-
-@dataclass
-class Oracle:
-    """Results for one sequence of L tokens.
-
-    Attributes:
-        tokens: [L].
-        logits: [L, V]; hidden: [L, H] after the final norm.
-        selected: per attention layer number, a set of positions per row; the MTP layer's under the
-            target's number of layers.
-        mtp_logits: [L - 1, V], row i from pair (h_i, x[i+1]).
-        gap: smallest score gap at the selection's edge over all layers and rows.
-        sparse_rows: rows that leave something out, over all layers.
-    """
-
-    tokens: Tensor
-    logits: Tensor
-    hidden: Tensor
-    selected: dict[int, list[set[int]]]
-    mtp_logits: Tensor
-    gap: float
-    sparse_rows: int
+from tests.support.recipe_oracle import Oracle, left_out, watched_topk
 
 
 class TransformersGlm:
@@ -82,13 +56,12 @@ class TransformersGlm:
         return Oracle(
             tokens=tokens,
             logits=self.model.lm_head(hidden),
-            hidden=hidden,
+            feedback=hidden,
+            sampling=hidden,
             selected=selected,
             mtp_logits=self.model.lm_head(rows),
             gap=min(gaps, default=float("inf")),
-            sparse_rows=sum(
-                len(row) < place + 1 for rows in selected.values() for place, row in enumerate(rows)
-            ),
+            sparse_rows=left_out(selected),
         )
 
     @torch.no_grad()
@@ -103,8 +76,8 @@ class TransformersGlm:
         cache = DynamicCache(config=self.mtp.config)
         if consumed > 1:
             embedded = self.text.embed_tokens(oracle.tokens[1:consumed])
-            self.mtp(embedded, oracle.hidden[: consumed - 1], torch.arange(consumed - 1), cache)
-        hidden, logits = oracle.hidden[consumed - 1 : consumed], []
+            self.mtp(embedded, oracle.feedback[: consumed - 1], torch.arange(consumed - 1), cache)
+        hidden, logits = oracle.feedback[consumed - 1 : consumed], []
         for step, token in enumerate(tokens):
             embedded = self.text.embed_tokens(torch.tensor([token]))
             hidden = self.mtp(embedded, hidden, torch.tensor([consumed - 1 + step]), cache)
@@ -114,16 +87,6 @@ class TransformersGlm:
     @contextmanager
     def _spy(self, selected: dict[int, list[set[int]]], gaps: list[float]) -> Iterator[None]:
         """Record every indexer's selection, and the score gap at its edge."""
-        real = torch.Tensor.topk
-        count = self.count
-
-        def topk(tensor: Tensor, k: int, *args: Any, **more: Any) -> Any:
-            if tensor.dim() == 3 and k == count < tensor.shape[-1]:
-                edge = real(tensor, k + 1, *args, **more).values
-                both = edge[..., k] > -1e30
-                if both.any():
-                    gaps.append(float((edge[..., k - 1] - edge[..., k])[both].min()))
-            return real(tensor, k, *args, **more)
 
         def keep(number: int) -> Any:
             def hook(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -137,11 +100,10 @@ class TransformersGlm:
             if hasattr(layer.self_attn, "indexer")
         ]
         hooks.append(self.mtp.attention.indexer.register_forward_hook(keep(self.layers)))
-        torch.Tensor.topk = topk  # type: ignore[method-assign, assignment]
         try:
-            yield
+            with watched_topk(dims=3, count=self.count, gaps=gaps):
+                yield
         finally:
-            torch.Tensor.topk = real  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
 

@@ -84,7 +84,7 @@ class RecipeDriver:
         device: str = "cpu",
     ) -> None:
         config = json.loads((folder / "config.json").read_text())
-        recipe = find_recipe(config)
+        recipe = self.recipe = find_recipe(config)
         self.geometry: Any = resolve(recipe.geometry)(config)
         self.device = device
         self.slots = slots
@@ -110,6 +110,12 @@ class RecipeDriver:
         )
         self.store = StateStore(resolve(recipe.state)(self.geometry, comm.size), limits)
         self.state = self.store.groups
+
+    @property
+    def pool(self) -> int:
+        """Positions that share an index key."""
+        [pages, *_] = [g for g in self.store.spec_groups if g.kind == "page" and g.shape[0] < PAGE]
+        return PAGE // pages.shape[0]
 
     def poison(self, value: float = float("nan")) -> None:
         """Fill all state but the live rows of a fresh slot, which `open` clears; integers with a

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.recipe_driver import RecipeDriver
 
 SCRIPT = Path(__file__).resolve().parents[3].parent / "shared" / "oracles" / "glm" / "make_tiny.py"

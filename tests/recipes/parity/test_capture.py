@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.no_sync import HostWait, NoHostWait
 from tests.support.recipe_driver import RecipeDriver
 
@@ -70,8 +70,9 @@ def median_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(((got - wanted).norm(dim=1) / wanted.norm(dim=1)).median())
 
 
-def test_bfloat16_stays_near_float32_on_a_short_prompt(load_tiny):
-    tiny = load_tiny("long")
+@pytest.mark.parametrize("name", ["long", "qwen-long"])
+def test_bfloat16_stays_near_float32_on_a_short_prompt(load_tiny, name):
+    tiny = load_tiny(name)
     driver = RecipeDriver(tiny.folder, slots=1, dtype="bfloat16")
     lane = driver.open(0, [1, 2, 3])
     logits = driver.prefill([lane], [tiny.tokens[:24]])[0]
@@ -86,7 +87,7 @@ def test_bfloat16_stays_near_float32_on_a_short_prompt(load_tiny):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["wide", "long"])
+@pytest.mark.parametrize("name", ["wide", "long", "qwen-fused", "qwen-long"])
 def test_captured_round_equals_the_cpu_and_follows_new_inputs(tiny_folder, name):
     """One graph, captured on a padded lane, replayed for two lanes in turn."""
     torch.backends.cuda.matmul.allow_tf32 = False

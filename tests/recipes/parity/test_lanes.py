@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flare_ray.device.state.layout import StateLimits
-from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error, run_rounds
+from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error, run_rounds
 from tests.support.recipe_driver import PAGE, RecipeDriver
 
 
@@ -18,8 +18,8 @@ def changed(before: dict[str, torch.Tensor], driver: RecipeDriver) -> dict[str, 
     """Which leading entries differ bit by bit: [pages, places], [slots, columns] and so on."""
     result = {}
     for name, tensor in driver.state.items():
-        different = before[name].view(torch.int32) != tensor.view(torch.int32)
-        result[name] = different.flatten(2).any(2)
+        different = before[name].view(torch.uint8) != tensor.view(torch.uint8)
+        result[name] = different.reshape(*tensor.shape[:2], -1).any(2)
     return result
 
 
@@ -46,20 +46,20 @@ def test_invalid_rows_leave_pages_rings_and_other_slots_as_they_were(tiny):
     driver.prefill([lane, other], [tokens[:61], tokens[:61]])
     before = snapshot(driver)
     driver.verify([lane], [tokens[61:64]], width=8, padded=1, columns=2)
-    pool = driver.geometry.index.pool
+    pool = driver.pool
+    groups = {group.name: group for group in driver.store.spec_groups}
     finished = [p for p in range(61 // pool, 64 // pool) if (p + 1) * pool <= 64]
     for name, marks in changed(before, driver).items():
-        layer, purpose = int(name.split(".")[1]), name.split(".")[2]
-        marks = outside_null(driver, name, marks)
-        if layer == driver.geometry.num_layers:
+        group, marks = groups[name], outside_null(driver, name, marks)
+        if group.family == "drafter":
             assert not marks.any(), "verification touches no drafter state"
             continue
         where = [tuple(place) for place in marks.nonzero().tolist()]
-        if purpose == "latent":
+        if group.kind == "page" and group.shape[0] == PAGE:
             wanted = {(lane.pages[0] - 1, place) for place in (61, 62, 63)}
-        elif purpose == "pooled":
+        elif group.kind == "page":
             wanted = {(lane.pages[0] - 1, number) for number in finished}
-        elif purpose == "tail":
+        elif group.kind == "ring":
             wanted = {(lane.slot, place % marks.shape[1]) for place in (61, 62, 63)}
         else:
             assert {slot for slot, _ in where} == {lane.slot}, name
@@ -110,8 +110,9 @@ def test_order_of_lanes_and_slots_does_not_matter(tiny):
         assert largest_error(verified.output.logits[i], wanted) <= LOGITS_ATOL
 
 
-def test_high_page_numbers_in_falling_order(load_tiny):
-    tiny = load_tiny("wide")
+@pytest.mark.parametrize("name", ["wide", "qwen-fused"])
+def test_high_page_numbers_in_falling_order(load_tiny, name):
+    tiny = load_tiny(name)
     pages = 5000
     driver = RecipeDriver(tiny.folder, slots=1, num_pages=pages)
     assert isinstance(driver.store.limits, StateLimits)
@@ -139,8 +140,9 @@ def test_rows_past_the_table_in_view_go_to_the_null_page(tiny):
     driver.prefill([lane], [tokens[: PAGE - 2]])
     before = snapshot(driver)
     driver.propose([lane], [tokens[PAGE - 2]], 7, columns=1)
-    marks = changed(before, driver)[f"layers.{driver.geometry.num_layers}.latent"]
-    marks = outside_null(driver, f"layers.{driver.geometry.num_layers}.latent", marks)
+    groups = driver.store.spec_groups
+    [cached, *_] = [g for g in groups if g.family == "drafter" and g.shape[0] == PAGE]
+    marks = outside_null(driver, cached.name, changed(before, driver)[cached.name])
     where = {tuple(place) for place in marks.nonzero().tolist()}
     assert where == {(lane.pages[0] - 1, PAGE - 3), (lane.pages[0] - 1, PAGE - 2)} | {
         (lane.pages[0] - 1, PAGE - 1)

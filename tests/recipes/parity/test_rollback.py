@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flare_ray.recipes.glm5_next import blocks, state
-from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.recipe_driver import RecipeDriver
 
 
@@ -132,18 +131,18 @@ def test_a_stale_state_column_is_caught(tiny):
     assert target_error > LOGITS_ATOL
 
 
-@pytest.mark.parametrize("name", ["wide", "flat", "pooled"])
+@pytest.mark.parametrize("name", ["wide", "flat", "pooled", "qwen-fused", "qwen-single"])
 def test_a_ring_of_one_pool_is_caught(load_tiny, monkeypatch, name):
     tiny = load_tiny(name)
-    pool = tiny.driver.geometry.index.pool
-    for module in (state, blocks):
-        monkeypatch.setattr(module, "ring_entries", lambda _: pool)
+    pool = tiny.driver.pool
+    family = type(tiny.driver.target).__module__.rpartition(".")[0]
+    for module in ("state", "blocks"):
+        monkeypatch.setattr(f"{family}.{module}.ring_entries", lambda _: pool)
     short = type(tiny)(
         tiny.name, tiny.folder, tiny.reference, tiny.oracle, RecipeDriver(tiny.folder, slots=8)
     )
-    assert (
-        short.driver.state[state.group_name(1 if name == "pooled" else 3, "tail")].shape[1] == pool
-    )
+    rings = [g for g in short.driver.store.spec_groups if g.kind == "ring"]
+    assert rings and all(group.entries == pool for group in rings)
     target_error, _ = speculate(short, prompted(short, [20]), lambda turn, i: 1 + turn % 2)
     assert target_error > LOGITS_ATOL
 

@@ -8,9 +8,8 @@ import torch
 from flare_ray.device.parallel.groups import run_ranks
 from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import BuildOptions, resolve
-from flare_ray.recipes.glm5_next.recipe import RECIPE
-from tests.recipes.glm5_next.test_rollback import candidate_row
-from tests.recipes.glm5_next.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.parity.test_rollback import candidate_row
+from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.recipe_driver import RecipeDriver
 
 EMITTED = (3, 8, 1, 6, 2)
@@ -46,27 +45,16 @@ def test_ranks_equal_oracle_and_each_other(tiny, size):
         assert torch.equal(more, drafts)
 
 
-def test_each_rank_holds_its_share_of_recurrent_state(load_tiny):
-    driver = load_tiny("wide").driver
-    whole = {g.name: g for g in resolve(RECIPE.state)(driver.geometry, 1).groups}
-    for group in resolve(RECIPE.state)(driver.geometry, 4).groups:
-        one = whole[group.name]
-        if group.kind == "column":
-            assert group.shape == (one.shape[0] // 4, *one.shape[1:]) and group.sharded
-        elif group.kind == "window":
-            assert group.shape == (one.shape[0] // 4,) and group.sharded
-        else:
-            assert group.shape == one.shape and not group.sharded
-
-
-def test_a_degree_that_divides_nothing_is_refused_by_name(load_tiny):
+@pytest.mark.parametrize("name", ["wide", "qwen-fused"])
+def test_a_degree_that_divides_nothing_is_refused_by_name(load_tiny, name):
     class Three:
         rank, size = 0, 3
 
     options = BuildOptions(device="cpu", dtype="float32", prefill_tokens=8, max_width=8)
-    geometry = load_tiny("wide").driver.geometry
-    for builder in (RECIPE.target, RECIPE.drafter):
+    geometry = load_tiny(name).driver.geometry
+    recipe = load_tiny(name).driver.recipe
+    for builder in (recipe.target, recipe.drafter):
         with pytest.raises(ConfigError, match=r"num_attention_heads 4.*tensor_parallel_size"):
             resolve(builder)(geometry, None, Three(), options)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        resolve(RECIPE.state)(geometry, 3)
+        resolve(recipe.state)(geometry, 3)

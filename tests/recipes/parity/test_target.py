@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flare_ray.device.layers.indexed_mla import IndexedMlaBlock
 from tests.support.recipe_driver import Lane, RecipeDriver
 
 LOGITS_ATOL = 1e-4
@@ -94,31 +93,37 @@ def test_last_only_gives_the_last_valid_row_of_each_lane(tiny):
         assert largest_error(got, wanted) <= LOGITS_ATOL
 
 
-def test_feedback_and_sampling_rows_are_the_normalised_hidden(tiny):
+def test_feedback_and_sampling_rows_equal_the_oracle(tiny):
     [lane] = tiny.fresh()
-    verified = tiny.driver.verify([lane], [tiny.tokens[:8]])
-    output = verified.output
-    assert largest_error(output.feedback[0], tiny.oracle.hidden[:8]) <= LOGITS_ATOL
-    assert torch.equal(output.feedback, output.sampling)
+    tiny.driver.prefill([lane], [tiny.tokens[:90]])
+    output = tiny.driver.verify([lane], [tiny.tokens[90:98]]).output
+    assert largest_error(output.feedback[0], tiny.oracle.feedback[90:98]) <= LOGITS_ATOL
+    assert largest_error(output.sampling[0], tiny.oracle.sampling[90:98]) <= LOGITS_ATOL
+    logits = tiny.driver.target.head(output.sampling[0])
+    assert largest_error(logits, tiny.oracle.logits[90:98]) <= LOGITS_ATOL
 
 
 def test_selected_sets_equal_the_oracle_in_every_layer(tiny, monkeypatch):
     driver, spied = tiny.driver, {}
-    original = IndexedMlaBlock.select
+    block_type = type(driver.drafter._attention)
+    original = block_type.select
 
     def select(self, *args):
         chosen = original(self, *args)
         spied.setdefault(id(self), []).append(chosen[0])
         return chosen
 
-    monkeypatch.setattr(IndexedMlaBlock, "select", select)
+    monkeypatch.setattr(block_type, "select", select)
     [lane] = tiny.fresh()
     driver.prefill([lane], [tiny.tokens[:101]], columns=3)
     for at in range(101, 150, 7):
         verified = driver.verify([lane], [tiny.tokens[at : at + 7]], columns=3)
         driver.commit(verified, [verified.rows.tokens.shape[1]])
     layers = {
-        id(layer.mla): layer.number for layer in driver.target._layers if layer.mla is not None
+        id(part): layer.number
+        for layer in driver.target._layers
+        for part in (getattr(layer, name) for name in layer.__slots__)
+        if isinstance(part, block_type)
     }
     assert set(spied) == set(layers)
     for key, number in layers.items():

@@ -1,0 +1,141 @@
+"""Tiny checkpoints, what an independent implementation makes of them, and drivers over them: built
+once a run. A recipe adds its variants to `VARIANTS` and inherits every test of parity/."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from tests.support import glm_tiny, qwen_tiny
+from tests.support.recipe_driver import Lane, RecipeDriver
+from tests.support.recipe_oracle import MIN_GAP, Oracle, Reference
+
+ORACLE_RELEASE = "5.24"
+"""First transformers that reads every family's published layer types."""
+LENGTH = 150
+"""Tokens of every tiny sequence: three pages, beyond each variant's selection budget."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A tiny checkpoint of one family.
+
+    Attributes:
+        module: of transformers that the oracle needs.
+        write: (folder, name) -> the folder, written.
+        sequence: (vocabulary, length) -> tokens.
+    """
+
+    module: str
+    write: Callable[[Path, str], Path]
+    sequence: Callable[[int, int], Tensor]
+
+
+def _plain_sequence(vocabulary: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(3, vocabulary - 8, (length,), generator=generator)
+
+
+GLM = Variant("glm5_next", glm_tiny.write_checkpoint, _plain_sequence)
+QWEN = Variant("qwen4_exp", qwen_tiny.write_checkpoint, qwen_tiny.sequence)
+VARIANTS = {
+    **dict.fromkeys(glm_tiny.TEXTS, GLM),
+    **dict.fromkeys(qwen_tiny.TEXTS, QWEN),
+}
+
+
+def reference_of(name: str, folder: Path) -> Reference:
+    """The independent implementation; importing it needs its library."""
+    if VARIANTS[name] is GLM:
+        from tests.support.glm_oracle import TransformersGlm
+
+        return TransformersGlm(folder)
+    from tests.support.qwen_oracle import TransformersQwen
+
+    return TransformersQwen(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Checkpoint folder of a variant."""
+    folders: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in folders:
+            folders[name] = VARIANTS[name].write(tmp_path_factory.mktemp(name), name)
+        return folders[name]
+
+    return get
+
+
+@dataclass
+class Tiny:
+    """A variant: its folder, the reference and its results for one sequence."""
+
+    name: str
+    folder: Path
+    reference: Any
+    oracle: Oracle
+    driver: RecipeDriver
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.oracle.tokens.tolist()
+
+    def fresh(self, count: int = 1, *, pages: int = 3) -> list[Lane]:
+        """New lanes over poisoned state: anything read before it was written is NaN."""
+        self.driver.poison()
+        numbers = torch.randperm(
+            self.driver.store.limits.num_pages - 1, generator=torch.Generator().manual_seed(count)
+        )
+        return [
+            self.driver.open(slot, (numbers[slot * pages : (slot + 1) * pages] + 1).tolist())
+            for slot in range(count)
+        ]
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
+    loaded: dict[str, Tiny] = {}
+
+    def get(name: str) -> Tiny:
+        if name not in loaded:
+            variant = VARIANTS[name]
+            pytest.importorskip(
+                f"transformers.models.{variant.module}",
+                reason=f"the oracle is transformers' {variant.module} ({ORACLE_RELEASE})",
+            )
+            found = importlib.metadata.version("transformers")
+            if Version(found) < Version(ORACLE_RELEASE):
+                pytest.skip(f"the oracle is transformers {ORACLE_RELEASE} or newer, found {found}")
+            folder = tiny_folder(name)
+            reference, driver = reference_of(name, folder), RecipeDriver(folder, slots=8)
+            oracle = reference.run(variant.sequence(driver.geometry.vocab_size, LENGTH))
+            assert oracle.gap > MIN_GAP, f"{name}: choose a seed whose selections are decided"
+            assert oracle.sparse_rows > 30, f"{name}: selection is hardly exercised"
+            loaded[name] = Tiny(name, folder, reference, oracle, driver)
+        return loaded[name]
+
+    return get
+
+
+@pytest.fixture(params=VARIANTS)
+def tiny(request: pytest.FixtureRequest, load_tiny: Callable[[str], Tiny]) -> Tiny:
+    """Every variant in turn."""
+    return load_tiny(request.param)
