@@ -22,7 +22,8 @@ from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind
 from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.prepare import _build, make_plan
-from tests.support.glm_tiny import write_checkpoint
+from tests.support import glm_tiny, qwen_tiny
+from tests.support.poison import poison
 from tests.support.scripted.harness import Driver, Request
 
 LOGITS_ATOL = 1e-4
@@ -35,8 +36,9 @@ BUDGET = 40
 
 Checkpoint = Callable[[Path], Path]
 RECIPES: dict[str, Checkpoint] = {
-    "glm-5.3-flash": lambda folder: write_checkpoint(folder, "wide"),
-    "glm-5.3-flash-pooled": lambda folder: write_checkpoint(folder, "pooled"),
+    "glm-5.3-flash": lambda folder: glm_tiny.write_checkpoint(folder, "wide"),
+    "glm-5.3-flash-pooled": lambda folder: glm_tiny.write_checkpoint(folder, "pooled"),
+    "qwen3.8-flash": lambda folder: qwen_tiny.write_checkpoint(folder, "qwen-fused"),
 }
 """Tiny checkpoints by recipe; a new recipe adds its own and inherits every test here."""
 
@@ -181,7 +183,7 @@ def engine(folder: Path) -> Engine:
         )
         rank = RankExecutor(plan.manifest, listening)
         for tensor in rank.store.groups.values():
-            tensor.fill_(float("nan"))
+            poison(tensor)
     return Engine(Driver(rank), heard, plan.manifest.vocab_size)
 
 

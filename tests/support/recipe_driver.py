@@ -30,9 +30,9 @@ from flare_ray.recipes.declaration import (
     resolve,
 )
 from flare_ray.recipes.registry import find_recipe
+from tests.support.poison import poison
 
 PAGE = 64
-NO_TOKEN = -(2**40) + 12345
 
 
 @dataclass
@@ -117,11 +117,10 @@ class RecipeDriver:
         [pages, *_] = [g for g in self.store.spec_groups if g.kind == "page" and g.shape[0] < PAGE]
         return PAGE // pages.shape[0]
 
-    def poison(self, value: float = float("nan")) -> None:
-        """Fill all state but the live rows of a fresh slot, which `open` clears; integers with a
-        number that is no token."""
+    def poison(self) -> None:
+        """Fill all state but the live rows of a fresh slot, which `open` clears."""
         for tensor in self.state.values():
-            tensor.fill_(value if tensor.is_floating_point() else NO_TOKEN)
+            poison(tensor)
 
     def open(self, slot: int, pages: Sequence[int]) -> Lane:
         """A fresh request: its slot's live rows are zero, as a slot hand-over leaves them."""

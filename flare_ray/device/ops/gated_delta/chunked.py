@@ -29,24 +29,27 @@ def run(rows: GatedRows, state: Tensor, heads: HeadShape) -> tuple[Tensor, Tenso
     q, k, v = (_chunks(x) for x in (q, k, v))
     beta, log_decay = _chunks(rows.beta.unsqueeze(-1)), _chunks(rows.log_decay.unsqueeze(-1))
 
-    total = log_decay.cumsum(-2)
+    # Sums of large decays would round away the small differences that stay visible.
+    exact = log_decay.to(torch.float64).cumsum(-2)
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=k.device).triu(1)
-    fade = (total - total.transpose(-1, -2)).masked_fill(above, float("-inf")).exp()
+    between = (exact - exact.transpose(-1, -2)).to(torch.float32)
+    fade = between.masked_fill_(above, float("-inf")).exp_()
     key_key = (k @ k.transpose(-1, -2)).mul_(fade).mul_(beta)
     query_key = (q @ k.transpose(-1, -2)).mul_(fade)
-    decay = total.exp()
+    decay = exact.to(torch.float32).exp()
     right = torch.cat((v, k * decay), dim=-1).mul_(beta)
     solved = torch.linalg.solve_triangular(key_key, right, upper=False, unitriangular=True)
     values, keys = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    last = total[..., -1:, :]
-    to_state = (k * (last - total).exp()).transpose(-1, -2)
+    last = exact[..., -1:, :]
+    to_state = (k * (last - exact).to(torch.float32).exp()).transpose(-1, -2)
+    carried = last.to(torch.float32).exp()
 
     deltas, states = [], []
-    for chunk in range(total.shape[2]):
+    for chunk in range(exact.shape[2]):
         states.append(state)
         delta = values[:, :, chunk] - keys[:, :, chunk] @ state
         deltas.append(delta)
-        state = last[:, :, chunk].exp() * state + to_state[:, :, chunk] @ delta
+        state = carried[:, :, chunk] * state + to_state[:, :, chunk] @ delta
     output = (q * decay) @ torch.stack(states, 2) + query_key @ torch.stack(deltas, 2)
     return output.flatten(2, 3)[:, :, :width].transpose(1, 2), state
 
