@@ -1,4 +1,4 @@
-"""One tool call, scanned while it arrives: "arg_pairs" and "json" styles.
+"""One tool call, scanned while it arrives: the scanner of each style.
 
 A scanner is given everything after the opening tag, again and again as it grows, and remembers how
 far it has come, so that the work is linear in the text. It answers None (more text is needed),
@@ -9,33 +9,14 @@ depends on the text alone, never on how it was cut into pieces.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from flare_ray.frontend.parsers.text import could_begin, find_first
 from flare_ray.frontend.parsers.values import argument_json, strict_json
+from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
+from flare_ray.frontend.parsers.xml_calls import XmlParametersScanner
 from flare_ray.recipes.declaration import ChatFormat
-
-FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-"""Names a call may carry. Requests may declare fewer (OpenAI's 64 letters, digits, _ and -)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedCall:
-    """A complete call; `end` is the position after the closing tag."""
-
-    name: str
-    arguments: str
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """Not a call. Everything before `end` is content; parsing goes on there."""
-
-    end: int
 
 
 class CallScanner(Protocol):
@@ -49,6 +30,8 @@ def scanner_for(chat: ChatFormat, tools: Mapping[str, Mapping[str, Any]]) -> Cal
     """The scanner of the family's style."""
     if chat.tool_style == "arg_pairs":
         return ArgPairsScanner(chat, tools)
+    if chat.tool_style == "xml_parameters":
+        return XmlParametersScanner(chat.tool_close, tools)
     return JsonScanner(chat)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
-from flare_ray.frontend.parsers.calls import CallScanner, Malformed, ParsedCall, scanner_for
+from flare_ray.frontend.parsers.calls import CallScanner, scanner_for
 from flare_ray.frontend.parsers.events import (
     ChatEvent,
     ContentText,
@@ -29,6 +29,7 @@ from flare_ray.frontend.parsers.events import (
     append_event,
 )
 from flare_ray.frontend.parsers.text import could_begin, find_first, held_back
+from flare_ray.frontend.parsers.verdicts import Malformed, ParsedCall
 from flare_ray.recipes.declaration import ChatFormat
 
 

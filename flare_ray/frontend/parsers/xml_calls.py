@@ -1,0 +1,112 @@
+"""One tool call in the "xml_parameters" style, scanned while it arrives (see `calls`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flare_ray.frontend.parsers.text import could_begin
+from flare_ray.frontend.parsers.values import argument_json
+from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
+
+FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
+PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
+PARAMETER_NAME = re.compile(r"[^<>\n]+")
+
+
+class XmlParametersScanner:
+    """`<function=name><parameter=key>value</parameter>...</function>` up to the closing tag.
+
+    White space between tags is layout, and so is one line break at either end of a value. A value
+    runs to its closing tag and may hold anything else, other tags included; a string is taken raw,
+    other types are JSON (`values.argument_json`). A key given twice makes the call malformed.
+    """
+
+    def __init__(self, tool_close: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        self._close = tool_close
+        self._tools = tools
+        self._at = 0
+        self._search = 0
+        self._name = ""
+        self._key = ""
+        self._arguments: dict[str, str] = {}
+        self._stage: Callable[[str], ParsedCall | Malformed | None] = self._scan_function
+
+    def scan(self, text: str) -> ParsedCall | Malformed | None:
+        """See `CallScanner.scan`."""
+        while True:
+            at, stage = self._at, self._stage
+            result = stage(text)
+            if result is not None:
+                return result
+            if self._at == at and self._stage == stage:
+                return None
+
+    def _scan_function(self, text: str) -> Malformed | None:
+        end = self._after(text, FUNCTION_OPEN)
+        if isinstance(end, Malformed) or end is None:
+            return end
+        name = self._named(text, end, FUNCTION_NAME)
+        if isinstance(name, str):
+            self._name = name
+            self._stage = self._scan_next
+            return None
+        return name
+
+    def _scan_next(self, text: str) -> Malformed | None:
+        """A parameter or the end of the function."""
+        end = self._after(text, PARAMETER_OPEN, FUNCTION_CLOSE)
+        if isinstance(end, Malformed) or end is None:
+            return end
+        if text.startswith(FUNCTION_CLOSE, end - len(FUNCTION_CLOSE)):
+            self._at = end
+            self._stage = self._scan_end
+            return None
+        key = self._named(text, end, PARAMETER_NAME)
+        if not isinstance(key, str):
+            return key
+        if key in self._arguments:
+            return Malformed(self._at)
+        self._key = key
+        self._search = self._at
+        self._stage = self._scan_value
+        return None
+
+    def _scan_value(self, text: str) -> None:
+        at = text.find(PARAMETER_CLOSE, self._search)
+        if at < 0:
+            self._search = max(self._at, len(text) - len(PARAMETER_CLOSE) + 1)
+            return
+        raw = text[self._at : at].removeprefix("\n").removesuffix("\n")
+        self._arguments[self._key] = argument_json(raw, self._tools.get(self._name, {}), self._key)
+        self._at = at + len(PARAMETER_CLOSE)
+        self._stage = self._scan_next
+
+    def _scan_end(self, text: str) -> ParsedCall | Malformed | None:
+        end = self._after(text, self._close)
+        if isinstance(end, Malformed) or end is None:
+            return end
+        pairs = (f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in self._arguments.items())
+        return ParsedCall(self._name, "{" + ", ".join(pairs) + "}", end)
+
+    def _after(self, text: str, *tags: str) -> int | Malformed | None:
+        """Position behind the tag that comes next, after optional white space."""
+        rest = text[self._at :].lstrip()
+        start = len(text) - len(rest)
+        for tag in tags:
+            if rest.startswith(tag):
+                return start + len(tag)
+        return None if could_begin(rest, tags) else Malformed(start)
+
+    def _named(self, text: str, start: int, pattern: re.Pattern[str]) -> str | Malformed | None:
+        """The name from `start` to its `>`; moves behind it."""
+        match = pattern.match(text, start)
+        end = start if match is None else match.end()
+        if end == len(text):
+            return None
+        if match is None or text[end] != ">":
+            return Malformed(end)
+        self._at = end + 1
+        return match.group()
