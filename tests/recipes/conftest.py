@@ -135,7 +135,15 @@ def load_tiny(tiny_folder: Callable[[str], Path]) -> Callable[[str], Tiny]:
     return get
 
 
-@pytest.fixture(params=VARIANTS)
+SLOW = ("qwen-long",)
+"""Variants that the default run leaves out."""
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS
+    ]
+)
 def tiny(request: pytest.FixtureRequest, load_tiny: Callable[[str], Tiny]) -> Tiny:
     """Every variant in turn."""
     return load_tiny(request.param)
