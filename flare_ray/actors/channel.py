@@ -23,10 +23,12 @@ from flare_ray.actors.merge import RoundMerger
 from flare_ray.actors.wire import (
     SEND_BUFFER_BYTES,
     decode_reply,
+    encode_order,
     encode_plan,
     max_reply_bytes,
 )
 from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.tiers import TierOrder, TierOutcome
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 
@@ -87,6 +89,24 @@ class SocketChannel:
         self._raise_if_finished()
         message = encode_plan(plan)
         self._merger.submitted(plan)
+        self._send(message)
+
+    def order(self, order: TierOrder) -> None:
+        """Send a move of a snapshot to every rank; returns at once.
+
+        Raises:
+            RankFailure: as `submit`.
+        """
+        self._raise_if_finished()
+        message = encode_order(order)
+        self._merger.ordered(order)
+        self._send(message)
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        """See `RankChannel.take_outcomes`."""
+        return self._merger.take_outcomes()
+
+    def _send(self, message: bytes) -> None:
         for link in self.links:
             try:
                 link.sock.send(message)
@@ -97,7 +117,8 @@ class SocketChannel:
                 self._fail(self._diagnose(self._read_reply(link) or self._gone(link)))
 
     def receive(self, timeout_s: float) -> RoundResult | None:
-        """The oldest unanswered round once all ranks have answered; None on timeout or wake.
+        """The oldest unanswered round once all ranks have answered; None on timeout, on wake, or
+        when a move's outcome can be taken.
 
         Raises:
             RankFailure: a rank died, hung, answered an error, or checksums differ.
@@ -121,7 +142,7 @@ class SocketChannel:
                     woken = True
                 elif (sign := self._read_reply(self._by_fd[fd])) is not None:
                     self._fail(self._diagnose(sign))
-            if woken:
+            if woken or self._merger.has_outcomes:
                 return self._pop()
         return result
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from flare_ray.actors.wire import MAX_QUEUED_ROUNDS
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RoundReply, unpack_rows
+from flare_ray.contracts.tiers import TierOrder, TierOutcome, TierReport
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import ContractViolation, RankFailure
 
@@ -40,6 +41,8 @@ class RoundMerger:
         self.last_round = -1
         self.waiting_since_s = 0.0
         self._open: deque[_OpenRound] = deque()
+        self._orders: dict[int, dict[int, TierReport]] = {}
+        self._outcomes: list[TierOutcome] = []
 
     def __len__(self) -> int:
         return len(self._open)
@@ -64,13 +67,31 @@ class RoundMerger:
         self.last_round = plan.round_id
         self._open.append(_OpenRound(plan.round_id, len(plan.lanes) or len(plan.prefill)))
 
-    def add(self, rank: int, reply: RoundReply) -> None:
-        """File one rank's reply under the oldest round it has not answered.
+    def ordered(self, order: TierOrder) -> None:
+        """Note that a move is on its way to all ranks."""
+        self._orders[order.ticket] = {}
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        """Moves that all ranks have reported since the last call."""
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
+
+    @property
+    def has_outcomes(self) -> bool:
+        """Whether `take_outcomes` would return any."""
+        return bool(self._outcomes)
+
+    def add(self, rank: int, reply: RoundReply | TierReport) -> None:
+        """File one rank's reply under the oldest round it has not answered, or its report under
+        the move that it belongs to.
 
         Raises:
             RankFailure: it carries an error (its first line; the rest becomes a note), or answers
-                for another rank or round than it owes.
+                for another rank, round or move than it owes.
         """
+        if isinstance(reply, TierReport):
+            self._add_report(rank, reply)
+            return
         if reply.error:
             cause, _, details = reply.error.partition("\n")
             failure = RankFailure(
@@ -91,6 +112,33 @@ class RoundMerger:
                 round_id=reply.round_id,
             )
         owed.replies[rank] = reply
+
+    def _add_report(self, rank: int, report: TierReport) -> None:
+        reports = self._orders.get(report.ticket)
+        if reports is None or rank in reports or report.rank != rank:
+            raise RankFailure(
+                f"rank {rank} reported as rank {report.rank} on move {report.ticket}, which it "
+                "does not owe",
+                rank=rank,
+                round_id=self.last_round,
+            )
+        reports[rank] = report
+        if len(reports) < self.world_size:
+            return
+        del self._orders[report.ticket]
+        whole = [reports[rank] for rank in range(self.world_size)]
+        worst = max(whole, key=lambda report: report.fault)
+        where = f"rank {worst.rank}: " if worst.text else ""
+        self._outcomes.append(
+            TierOutcome(
+                ticket=report.ticket,
+                fault=worst.fault,
+                num_bytes=max(report.num_bytes for report in whole),
+                elapsed_ns=max(report.elapsed_ns for report in whole),
+                checksums=tuple(report.checksum for report in whole),
+                text=where + worst.text,
+            )
+        )
 
     @property
     def oldest_round(self) -> int:

@@ -13,6 +13,7 @@ import select
 import socket
 import threading
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from flare_ray.actors.masks import MaskReader
@@ -20,11 +21,13 @@ from flare_ray.actors.wire import (
     MAX_MESSAGE_BYTES,
     decode_plan,
     encode_reply,
+    encode_report,
     error_reply,
 )
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.tiers import TierOrder, TierReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +54,16 @@ class RankExecutor(Protocol):
         Args:
             masks: [mask_rows, words] int32 when the plan names a mask block.
         """
+
+    def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:
+        """Begin a move of a snapshot; returns at once.
+
+        Args:
+            report: told how it went, by another thread.
+        """
+
+    def close(self) -> None:
+        """End threads of its own; idempotent."""
 
 
 class LastWords:
@@ -106,6 +119,7 @@ def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> Non
         Exception: whatever `executor.execute` raised, after it has been answered.
     """
     masks = MaskReader(executor.manifest.vocab_size)
+    report = _reporter(sock)
     buffer = bytearray(MAX_MESSAGE_BYTES + 1)
     view = memoryview(buffer)
     round_id = -1
@@ -113,6 +127,9 @@ def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> Non
         while size := sock.recv_into(buffer):
             # The sender bounds its messages, so a cut one does not decode and is answered as such.
             plan = decode_plan(view[:size])
+            if isinstance(plan, TierOrder):
+                executor.order(plan, report)
+                continue
             round_id = plan.round_id
             reply = executor.execute(plan, masks.read(plan))
             sock.sendall(encode_reply(reply))
@@ -122,6 +139,19 @@ def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> Non
         logger.exception("rank %d failed in round %d", rank, round_id)
         _answer(sock, error_reply(rank, round_id, failure_text(error)))
         raise
+
+
+def _reporter(sock: socket.socket) -> Callable[[TierReport], None]:
+    """Sends reports of moves; a message is sent whole, whichever threads send at once."""
+
+    def report(done: TierReport) -> None:
+        try:
+            sock.sendall(encode_report(done))
+        except ConnectionError:
+            # The loop notices the same, and ends the process.
+            logger.info("move %d was done after the engine had gone", done.ticket)
+
+    return report
 
 
 def failure_text(error: BaseException) -> str:

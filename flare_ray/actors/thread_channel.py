@@ -16,9 +16,10 @@ from typing import NoReturn
 from flare_ray.actors.masks import MaskReader
 from flare_ray.actors.merge import RoundMerger
 from flare_ray.actors.rank_loop import RankExecutor, failure_text
-from flare_ray.actors.wire import encode_plan, error_reply
+from flare_ray.actors.wire import encode_order, encode_plan, error_reply
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.tiers import TierOrder, TierOutcome, TierReport
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 
@@ -46,10 +47,12 @@ class RankThreads:
     """
 
     def __init__(self, world_size: int, make_executor: MakeExecutor, *, abort: Abort) -> None:
-        self.plans: list[queue.SimpleQueue[RoundPlan | None]] = [
+        self.plans: list[queue.SimpleQueue[RoundPlan | TierOrder | None]] = [
             queue.SimpleQueue() for _ in range(world_size)
         ]
-        self.replies: queue.SimpleQueue[tuple[int, RoundReply] | None] = queue.SimpleQueue()
+        self.replies: queue.SimpleQueue[tuple[int, RoundReply | TierReport] | None] = (
+            queue.SimpleQueue()
+        )
         self._make_executor = make_executor
         self._abort = abort
         self._prepared: queue.SimpleQueue[tuple[int, RankExecutor | BaseException]]
@@ -99,13 +102,26 @@ class RankThreads:
             return
         masks = MaskReader(executor.manifest.vocab_size)
         self._prepared.put((rank, executor))
+        try:
+            self._serve(rank, executor, masks)
+        finally:
+            executor.close()
+
+    def _serve(self, rank: int, executor: RankExecutor, masks: MaskReader) -> None:
+        def report(done: TierReport) -> None:
+            self.replies.put((rank, done))
+
         while (plan := self.plans[rank].get()) is not None:
             try:
+                if isinstance(plan, TierOrder):
+                    executor.order(plan, report)
+                    continue
                 reply = executor.execute(plan, masks.read(plan))
             except Exception as error:
-                logger.exception("rank %d failed in round %d", rank, plan.round_id)
+                round_id = plan.round_id if isinstance(plan, RoundPlan) else -1
+                logger.exception("rank %d failed in round %d", rank, round_id)
                 # Before the abort, so that the culprit's reply comes before its victims'.
-                reply = error_reply(rank, plan.round_id, failure_text(error))
+                reply = error_reply(rank, round_id, failure_text(error))
                 self.replies.put((rank, reply))
                 self._abort(rank, error)
                 return
@@ -137,6 +153,18 @@ class ThreadChannel:
         for plans in self._threads.plans:
             plans.put(plan)
 
+    def order(self, order: TierOrder) -> None:
+        """As `SocketChannel.order`."""
+        self._raise_if_finished()
+        encode_order(order)
+        self._merger.ordered(order)
+        for plans in self._threads.plans:
+            plans.put(order)
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        """As `SocketChannel.take_outcomes`."""
+        return self._merger.take_outcomes()
+
     def receive(self, timeout_s: float) -> RoundResult | None:
         """As `SocketChannel.receive`."""
         self._raise_if_finished()
@@ -159,6 +187,8 @@ class ThreadChannel:
                 self._merger.add(*message)
             except RankFailure as failure:
                 self._fail(failure)
+            if self._merger.has_outcomes:
+                return self._pop()
         return result
 
     def wake(self) -> None:

@@ -24,6 +24,7 @@ from flare_ray.contracts.plan import (
 )
 from flare_ray.contracts.record import RoundReply
 from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.contracts.tiers import TierOrder, TierReport
 from flare_ray.errors import ConfigError, ContractViolation
 
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -58,8 +59,8 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_plan = msgspec.msgpack.Decoder(RoundPlan).decode
-_decode_reply = msgspec.msgpack.Decoder(RoundReply).decode
+_decode_order = msgspec.msgpack.Decoder(RoundPlan | TierOrder).decode
+_decode_reply = msgspec.msgpack.Decoder(RoundReply | TierReport).decode
 _decode_hello = msgspec.msgpack.Decoder(RankHello).decode
 
 
@@ -77,6 +78,26 @@ def encode_plan(plan: RoundPlan) -> bytes:
             "grants; lower prefill_tokens or grant pages in smaller steps"
         )
     return message
+
+
+def encode_order(order: TierOrder) -> bytes:
+    """Bytes of one move of a snapshot.
+
+    Raises:
+        ContractViolation: the order is larger than MAX_MESSAGE_BYTES.
+    """
+    message = _encode(order)
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ContractViolation(
+            f"tier order {order.ticket} is {len(message)} bytes, at most {MAX_MESSAGE_BYTES}: "
+            f"{len(order.pages)} pages"
+        )
+    return message
+
+
+def encode_report(report: TierReport) -> bytes:
+    """Bytes of one report of a move; its text is short."""
+    return _encode(report)
 
 
 def encode_reply(reply: RoundReply) -> bytes:
@@ -104,20 +125,20 @@ def encode_hello(hello: RankHello) -> bytes:
     return _encode(hello)
 
 
-def decode_plan(message: bytes | memoryview) -> RoundPlan:
-    """The plan in `message`.
+def decode_plan(message: bytes | memoryview) -> RoundPlan | TierOrder:
+    """What the controller sent: a plan, or a move of a snapshot.
 
     Raises:
-        msgspec.MsgspecError: the bytes are no plan.
+        msgspec.MsgspecError: the bytes are neither.
     """
-    return _decode_plan(message)
+    return _decode_order(message)
 
 
-def decode_reply(message: bytes | memoryview) -> RoundReply:
-    """The reply in `message`.
+def decode_reply(message: bytes | memoryview) -> RoundReply | TierReport:
+    """What a rank sent: the reply to a plan, or the report of a move.
 
     Raises:
-        msgspec.MsgspecError: the bytes are no reply.
+        msgspec.MsgspecError: the bytes are neither.
     """
     return _decode_reply(message)
 

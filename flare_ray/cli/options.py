@@ -38,6 +38,9 @@ SETTINGS: dict[str, str] = {
     "prefill_tokens": "prefill_tokens",
     "prefix_cache": "prefix_cache.enabled",
     "prefix_cache_bytes": "prefix_cache.device_bytes",
+    "prefix_cache_host_bytes": "prefix_cache.host_bytes",
+    "prefix_cache_disk_path": "prefix_cache.disk_path",
+    "prefix_cache_disk_bytes": "prefix_cache.disk_bytes",
     "mtp_draft_tokens": "speculation.draft_tokens",
     "widths": "speculation.widths",
     "token_capacity": "speculation.token_capacity",
@@ -137,6 +140,9 @@ class EngineOptions:
         bool | None, _setting("prefix_cache", flags="--prefix-cache/--no-prefix-cache")
     ] = None
     prefix_cache_bytes: Annotated[int | None, _setting("prefix_cache_bytes")] = None
+    prefix_cache_host_bytes: Annotated[int | None, _setting("prefix_cache_host_bytes")] = None
+    prefix_cache_disk_path: Annotated[str | None, _setting("prefix_cache_disk_path")] = None
+    prefix_cache_disk_bytes: Annotated[int | None, _setting("prefix_cache_disk_bytes")] = None
     mtp_draft_tokens: Annotated[
         int | None,
         _setting(

@@ -92,7 +92,9 @@ class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):
     """Reuse of prefixes: snapshots of state beside pages that requests share (contract: M4)."""
 
     enabled: bool = Field(
-        True, description="Keep and reuse prefixes; off = no memory is set aside for it."
+        True,
+        description="Keep and reuse prefixes; off = no memory is set aside for any tier and no "
+        "file is touched.",
     )
     device_bytes: int | None = Field(
         None,
@@ -100,6 +102,32 @@ class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):
         description="Bytes per rank for snapshots of state; their pages come out of the page pool, "
         "which takes them back when requests need them. None = eight snapshots per slot.",
     )
+    host_bytes: int = Field(
+        0,
+        ge=0,
+        description="Host memory per rank for copies of prefixes that the device gives up, "
+        "page-locked on CUDA; taken at the start. 0 = no host tier.",
+    )
+    disk_path: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder for prefixes that survive a restart; each engine takes a directory of "
+        "its own in it. Needs host_bytes, through which they pass. None = no disk tier.",
+    )
+    disk_bytes: int = Field(
+        16 << 30,
+        ge=1,
+        description="Most bytes per rank below disk_path.",
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PrefixCacheConfig:
+        if self.disk_path is not None and not self.host_bytes:
+            raise ValueError(
+                "disk_path needs host_bytes: prefixes reach the disk through host memory; set "
+                "host_bytes to a few prefixes at least"
+            )
+        return self
 
 
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):

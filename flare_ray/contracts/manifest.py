@@ -43,6 +43,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
         shapes: every prepared round, decode and prefill shape.
         snapshot_rows: prefix snapshots a rank can hold beside the slots; 0 = no prefix cache.
         snapshot_row_bytes: bytes of one of them on one rank, its pages apart.
+        host_cache_bytes: host memory of one rank for copies of snapshots; 0 = no host tier.
+        state_layout: digest of what a snapshot consists of: names, shapes and types.
         snapshots_inside_rounds: a snapshot may lie at any accepted row of a round, not only at its
             last one.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
@@ -71,6 +73,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_rows: int = 0
     snapshot_row_bytes: int = 0
     snapshots_inside_rounds: bool = True
+    host_cache_bytes: int = 0
+    state_layout: str = ""
 
 
 def manifest_json(manifest: PreparedManifest) -> bytes:

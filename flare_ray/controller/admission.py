@@ -197,18 +197,23 @@ class Admission:
     def admit(self) -> list[LiveRequest]:
         """Move requests from the head of the queue into slots while slots and pages last.
 
-        None gets in while a running request lacks pages, nor while one's pages are on their way.
+        None gets in while a running request lacks pages, nor while one's pages are on their way. One
+        whose prefix is on its way from the host or from disk keeps its place, and others pass.
         """
         admitted: list[LiveRequest] = []
         if self.short_pages:
             return admitted
-        while self.waiting and self.slots.free:
-            live = self.waiting[0]
+        place = 0
+        while place < len(self.waiting) and self.slots.free:
+            live = self.waiting[place]
+            if self.snapshots.is_restoring(live):
+                place += 1
+                continue
             if self.snapshots.is_in_the_making(live, self.running.values()):
                 break
             if not self._reserve(live):
                 break
-            del self.waiting[0]
+            del self.waiting[place]
             live.slot, live.epoch = self.slots.take()
             live.phase = Phase.PREFILL
             self.running[live.uid] = live

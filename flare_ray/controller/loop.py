@@ -27,6 +27,7 @@ from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.admission import Admission, AdmissionLimits
+from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.cohort import Planner, SubmittedRound
 from flare_ray.controller.harvest import Harvester
@@ -34,8 +35,6 @@ from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.pool import PagePool
-from flare_ray.controller.paging.prefix import PrefixIndex
-from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import OutputStops
@@ -98,6 +97,8 @@ class Controller:
             (`grammar.token_bytes.token_bytes`).
         recorder: metrics of this engine, written by the controller's thread only; its clock is the
             controller's clock.
+    Attributes:
+        cache: the prefix cache; holds the directory of its disk tier until it is closed.
     Raises:
         ConfigError: the settings select nothing that was prepared, or ask for what is not built.
     """
@@ -132,7 +133,8 @@ class Controller:
         self._eos_ids = frozenset(manifest.eos_ids)
         self._token_bytes = token_bytes
         self._pool = PagePool(manifest.num_pages)
-        self._snapshots = _snapshots(manifest, config, self._pool, resumes=bool(catalog.resume))
+        self.cache = PrefixCache(manifest, config, self._pool, channel, clock=recorder.clock)
+        self._snapshots = self.cache.snapshots
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
         self._policy = _policy(config, catalog.max_width)
         eager = config.eager or manifest.device == "cpu"
@@ -140,7 +142,7 @@ class Controller:
             self._admission, catalog, self._policy, eos_ids=manifest.eos_ids, eager=eager
         )
         self._publisher = Publisher(output, recorder)
-        self._meters = Meters(recorder, self._admission)
+        self._meters = Meters(recorder, self._admission, self.cache)
         self._harvester = Harvester(self._publisher, self._policy, self._meters, self._snapshots)
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
@@ -257,8 +259,10 @@ class Controller:
 
     def _iterate(self, timeout_s: float) -> bool:
         acted = self._receive()
+        self.cache.receive()
         self._expire()
         self._admit()
+        acted |= self.cache.send()
         acted |= self._submit_rounds()
         acted |= self._publisher.flush(self._clock(), self._rounds)
         if acted:
@@ -445,19 +449,6 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
         preempts=config.admission.preemption,
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
     )
-
-
-def _snapshots(
-    manifest: PreparedManifest, config: EngineConfig, pool: PagePool, *, resumes: bool
-) -> Snapshots:
-    """Prefix snapshots over the rows that were prepared, none if the settings say so."""
-    index = PrefixIndex(
-        pool,
-        manifest.snapshot_rows if config.prefix_cache.enabled else 0,
-        row_bytes=manifest.snapshot_row_bytes,
-        page_bytes=manifest.budget.page_bytes // manifest.num_pages,
-    )
-    return Snapshots(index, pool, inside_rounds=manifest.snapshots_inside_rounds, resumes=resumes)
 
 
 def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from flare_ray.contracts.cache import TierStats
 from flare_ray.contracts.record import Status
 from flare_ray.contracts.shapes import GraphShape
+from flare_ray.contracts.tiers import Tier
 from flare_ray.controller.admission import PREEMPTION_KINDS, Admission
+from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.ports import RoundResult
@@ -15,7 +18,6 @@ from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Counter, Histogram, Recorder
 
 _NS = 1e9
-DEVICE_TIER = "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +33,64 @@ class _ShapeMeters:
 class PrefixMeters:
     """What the prefix cache holds and did: its own counts, copied when gauges are."""
 
-    def __init__(self, recorder: Recorder, admission: Admission) -> None:
+    def __init__(self, recorder: Recorder, admission: Admission, cache: PrefixCache) -> None:
         self._pool = admission.pool
-        self._snapshots = admission.snapshots
+        self._cache = cache
         self._pages = recorder.gauge(names.PAGES_CACHED)
-        self._held = recorder.gauge(names.SNAPSHOTS_HELD, DEVICE_TIER)
-        self._bytes = recorder.gauge(names.SNAPSHOT_BYTES, DEVICE_TIER)
         self._queries = recorder.counter(names.PREFIX_QUERIES)
         self._hits = recorder.counter(names.PREFIX_HITS)
-        self._saved = recorder.counter(names.SNAPSHOT_SAVED, DEVICE_TIER)
-        self._restored = recorder.counter(names.SNAPSHOT_RESTORED, DEVICE_TIER)
-        self._evicted = recorder.counter(names.SNAPSHOT_EVICTED, DEVICE_TIER)
+        self._corrupt = recorder.counter(names.SNAPSHOT_CORRUPT)
+        self._stopped = recorder.gauge(names.DISK_TIER_STOPPED)
+        self._tiers = {str(tier): _TierMeters(recorder, str(tier)) for tier in Tier}
 
     def sample(self) -> None:
         """Copy counts and sizes."""
-        snapshots, index = self._snapshots, self._snapshots.index
+        stats = self._cache.stats()
         self._pages.set(self._pool.cached_pages)
-        self._held.set(len(index))
-        self._bytes.set(len(index) * index.row_bytes)
-        for counter, total in (
-            (self._queries, snapshots.queried_tokens),
-            (self._hits, snapshots.hit_tokens),
-            (self._saved, snapshots.saved_tokens),
-            (self._restored, snapshots.restored_tokens),
-            (self._evicted, index.evicted_tokens),
-        ):
-            counter.add(total - counter.value)
+        _raise_to(self._queries, stats.queried_tokens)
+        _raise_to(self._hits, stats.hit_tokens)
+        _raise_to(self._corrupt, sum(tier.corrupt_files for tier in stats.tiers))
+        self._stopped.set(any(tier.stopped for tier in stats.tiers))
+        for tier in stats.tiers:
+            self._tiers[tier.tier].sample(tier)
+        for source, seconds in self._cache.take_restore_times():
+            self._tiers[str(source)].restore_seconds.observe(seconds)
+
+
+class _TierMeters:
+    """Instruments of one tier."""
+
+    def __init__(self, recorder: Recorder, tier: str) -> None:
+        self._held = recorder.gauge(names.SNAPSHOTS_HELD, tier)
+        self._bytes = recorder.gauge(names.SNAPSHOT_BYTES, tier)
+        self._saved = recorder.counter(names.SNAPSHOT_SAVED, tier)
+        self._saved_bytes = recorder.counter(names.SNAPSHOT_SAVED_BYTES, tier)
+        self._restored = recorder.counter(names.SNAPSHOT_RESTORED, tier)
+        self._restored_bytes = recorder.counter(names.SNAPSHOT_RESTORED_BYTES, tier)
+        self._evicted = recorder.counter(names.SNAPSHOT_EVICTED, tier)
+        self._evicted_bytes = recorder.counter(names.SNAPSHOT_EVICTED_BYTES, tier)
+        self.restore_seconds = recorder.histogram(names.SNAPSHOT_RESTORE_SECONDS, tier)
+
+    def sample(self, stats: TierStats) -> None:
+        """Copy what a tier holds and did."""
+        self._held.set(stats.snapshots)
+        self._bytes.set(stats.used_bytes)
+        _raise_to(self._saved, stats.saved_tokens)
+        _raise_to(self._saved_bytes, stats.saved_bytes)
+        _raise_to(self._restored, stats.restored_tokens)
+        _raise_to(self._restored_bytes, stats.restored_bytes)
+        _raise_to(self._evicted, stats.evicted_tokens)
+        _raise_to(self._evicted_bytes, stats.evicted_bytes)
+
+
+def _raise_to(counter: Counter, total: int) -> None:
+    counter.add(total - counter.value)
 
 
 class Meters:
     """Records what rounds and requests did. Used by the controller's thread only."""
 
-    def __init__(self, recorder: Recorder, admission: Admission) -> None:
+    def __init__(self, recorder: Recorder, admission: Admission, cache: PrefixCache) -> None:
         self._recorder = recorder
         self._admission = admission
         self._shapes: dict[GraphShape, _ShapeMeters] = {}
@@ -94,7 +122,7 @@ class Meters:
         self._expected_seconds = recorder.counter(names.POLICY_PREDICTED_SECONDS)
         self._account = recorder.gauge(names.POLICY_PROBE_ACCOUNT)
         self._cpu_seen: float | None = None
-        self._prefix = PrefixMeters(recorder, admission)
+        self._prefix = PrefixMeters(recorder, admission, cache)
 
     def admitted(self, live: LiveRequest, now_ns: int) -> None:
         """A request got its slot; only its first one is counted."""

@@ -10,6 +10,7 @@ import msgspec
 from flare_ray.contracts.messages import StreamItem
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import LaneRecord
+from flare_ray.contracts.tiers import TierOrder, TierOutcome
 
 
 class RoundResult(msgspec.Struct, frozen=True):
@@ -34,8 +35,19 @@ class RankChannel(Protocol):
             RankFailure: a rank is gone.
         """
 
+    def order(self, order: TierOrder) -> None:
+        """Send a move of a snapshot to every rank, in one order with the plans; returns at once.
+
+        Raises:
+            RankFailure: a rank is gone.
+        """
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        """Orders that every rank has reported since the last call; never blocks."""
+
     def receive(self, timeout_s: float) -> RoundResult | None:
-        """The oldest unanswered round once all ranks have answered it; None after `timeout_s`.
+        """The oldest unanswered round once all ranks have answered it; None after `timeout_s`, or
+        when an order's outcome can be taken.
 
         Raises:
             RankFailure: a rank died, answered an error, or checksums differ (contract: S6).

@@ -9,6 +9,7 @@ has changed nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import Field, RoundReply
+from flare_ray.contracts.tiers import TierOrder, TierReport
 from flare_ray.device.graphs.eager import EagerBackend
 from flare_ray.device.graphs.program import Program
 from flare_ray.device.sampling.masks import mask_words
@@ -26,6 +28,8 @@ from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.layout import StateLimits
 from flare_ray.device.state.ledger import SlotLedger, lanes_of, may_publish
+from flare_ray.device.state.snapshot_host import SnapshotArena
+from flare_ray.device.state.staging import Staging
 from flare_ray.device.state.store import StateStore
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import Drafter, StateSpec, Target
@@ -66,6 +70,7 @@ class RankExecutor:
     Attributes:
         manifest: as given.
         store: all persistent state.
+        staging: moves snapshots between the device, host memory and disk; None = no host tier.
     Raises:
         ContractViolation: the manifest names a shape that no backend builds, or speculation
             without a drafter.
@@ -91,6 +96,11 @@ class RankExecutor:
             capacity = max(shape.batch_capacity for shape in manifest.shapes)
             self._frames = Frames(capacity, manifest.device)
         self._ledger = SlotLedger(manifest, limits.table_columns)
+        self.staging: Staging | None = None
+        if manifest.host_cache_bytes:
+            arena = SnapshotArena(self.store, parts.spec, limits, manifest.host_cache_bytes)
+            loaded = self._ledger.snapshots.loaded
+            self.staging = Staging(arena, rank, manifest.device, loaded)
         self._words = mask_words(manifest.vocab_size)
 
     def warm(self) -> None:
@@ -135,6 +145,28 @@ class RankExecutor:
             rows=tuple(v for row in values for v in row) if self._rank == 0 else (),
             scores=scores,
         )
+
+    def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:
+        """Begin a move of a snapshot; it runs beside the plans that follow.
+
+        Args:
+            report: told by another thread how the move went.
+        Raises:
+            ContractViolation: there is no host tier, or the move cannot be right; nothing was
+                changed.
+        """
+        if self.staging is None:
+            raise ContractViolation(f"tier order {order.ticket}: no host tier was prepared")
+        self._ledger.begin_order(order)
+        with torch.inference_mode():
+            for save in order.saves:
+                self.store.save(save)
+        self.staging.begin(order, report)
+
+    def close(self) -> None:
+        """End the staging threads after what they were given; idempotent."""
+        if self.staging is not None:
+            self.staging.stop()
 
     def check_integrity(self) -> None:
         """Compare request state with its invariants; synchronises, for tests and debugging.

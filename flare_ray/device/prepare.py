@@ -33,6 +33,7 @@ from flare_ray.device.state.layout import (
     snapshot_row_bytes,
     state_bytes,
 )
+from flare_ray.device.state.snapshot_layout import layout_digest
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import rank_weight_bytes
@@ -182,6 +183,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         threads=config.threads_per_rank if config.device == "cpu" else 0,
         snapshot_rows=limits.snapshot_rows,
         snapshot_row_bytes=row_bytes,
+        host_cache_bytes=config.prefix_cache.host_bytes if config.prefix_cache.enabled else 0,
+        state_layout=layout_digest(spec, limits),
         # what a row group held before a round's last row is gone
         snapshots_inside_rounds=all(group.kind != "row" for group in spec.groups),
     )
@@ -196,13 +199,16 @@ def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
     Raises:
         CapacityError: the sum, what is there, and the settings that change each part.
     """
-    budget = manifest.budget
+    budget, on_cuda = manifest.budget, manifest.device == "cuda"
+    if on_cuda:
+        _check_host_tier(manifest)
     parts = (
         ("weights", budget.weights_bytes, "tensor_parallel_size"),
         ("pages", budget.page_bytes, "page_pool_tokens, concurrency or context_tokens"),
         ("state", budget.state_bytes, "concurrency or prefix_cache.device_bytes"),
         ("graph pool", budget.graph_pool_bytes, "concurrency or speculation.widths"),
         ("scratch", budget.scratch_bytes, "concurrency, prefill_tokens or speculation.widths"),
+        ("host tier", 0 if on_cuda else manifest.host_cache_bytes, "prefix_cache.host_bytes"),
     )
     needed = sum(size for _, size, _ in parts)
     usable = int(rank_bytes * (1 - HEADROOM_RATIO))
@@ -215,6 +221,16 @@ def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
         f"({rank_bytes / GIB:.3f} free less {HEADROOM_RATIO:.0%} headroom); {largest[0]} weigh "
         f"most: change {largest[2]}"
     )
+
+
+def _check_host_tier(manifest: PreparedManifest) -> None:
+    """Page-locked memory can never be swapped out: what is not free now will not become so."""
+    usable = int(free_bytes("cpu", manifest.world_size) * (1 - HEADROOM_RATIO))
+    if manifest.host_cache_bytes > usable:
+        raise CapacityError(
+            f"prefix_cache.host_bytes is {manifest.host_cache_bytes / GIB:.3f} GiB per rank, "
+            f"{usable / GIB:.3f} GiB of host memory are usable per rank; lower it"
+        )
 
 
 def free_bytes(device: str, world_size: int) -> int:

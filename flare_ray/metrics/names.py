@@ -306,6 +306,41 @@ SNAPSHOT_EVICTED = Series(
     "Tokens of the snapshots dropped to make room, by tier.",
     labels=("tier",),
 )
+SNAPSHOT_SAVED_BYTES = Series(
+    "flare_prefix_saved_bytes",
+    Kind.COUNTER,
+    "Bytes per rank of the prefixes that became a snapshot, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_RESTORED_BYTES = Series(
+    "flare_prefix_restored_bytes",
+    Kind.COUNTER,
+    "Bytes per rank of the snapshots that requests started from, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_EVICTED_BYTES = Series(
+    "flare_prefix_evicted_bytes",
+    Kind.COUNTER,
+    "Bytes per rank of the snapshots dropped to make room, by tier.",
+    labels=("tier",),
+)
+SNAPSHOT_RESTORE_SECONDS = Series(
+    "flare_prefix_restore_seconds",
+    Kind.HISTOGRAM,
+    "Time in which a snapshot came back to the device, by the tier it came from.",
+    labels=("tier",),
+    buckets=_LATENCY_S,
+)
+SNAPSHOT_CORRUPT = Series(
+    "flare_prefix_corrupt_files",
+    Kind.COUNTER,
+    "Snapshots of the disk tier that were missing, damaged or another engine's, and were removed.",
+)
+DISK_TIER_STOPPED = Series(
+    "flare_prefix_disk_stopped",
+    Kind.GAUGE,
+    "1 while nothing is written to the disk tier since a write failed, else 0.",
+)
 CACHE_USAGE = Series(
     "flare_page_usage_ratio",
     Kind.GAUGE,

@@ -125,7 +125,9 @@ class Engine:
             opening, start = {}, end
         return request
 
-    def restored(self, origin: Request, length: int, tail, slot: int, saves=()) -> Request:
+    def restored(
+        self, origin: Request, length: int, tail, slot: int, saves=(), row: int = ROW
+    ) -> Request:
         history = (*origin.prompt, *origin.tokens)[:length]
         request, init, _ = self.driver.open((*history, *tail), slot, budget=BUDGET, eos=())
         shared = (length - 1) // PAGE_TOKENS
@@ -135,7 +137,7 @@ class Engine:
             "grants": (PageGrant(slot, 0, request.pages),),
             "restores": (
                 SlotRestore(
-                    slot, request.epoch, ROW, length, origin.pages[shared], request.pages[shared]
+                    slot, request.epoch, row, length, origin.pages[shared], request.pages[shared]
                 ),
             ),
             "saves": tuple(saves),
@@ -162,8 +164,8 @@ def folder(request, tmp_path_factory) -> Path:
     return RECIPES[request.param](tmp_path_factory.mktemp("checkpoint"))
 
 
-@pytest.fixture
-def engine(folder: Path) -> Engine:
+def listening_engine(folder: Path, **prefix_cache: object) -> Engine:
+    """One rank whose logits are heard; whatever was never written is NaN."""
     config = EngineConfig(
         checkpoint=str(folder),
         device="cpu",
@@ -173,6 +175,7 @@ def engine(folder: Path) -> Engine:
         prefill_tokens=256,
         page_pool_tokens=4096,
         speculation={"families": "speculative", "draft_tokens": 3},
+        prefix_cache=prefix_cache,
     )
     plan = make_plan(config)
     heard = Heard()
@@ -185,6 +188,11 @@ def engine(folder: Path) -> Engine:
         for tensor in rank.store.groups.values():
             poison(tensor)
     return Engine(Driver(rank), heard, plan.manifest.vocab_size)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Engine:
+    return listening_engine(folder)
 
 
 def assert_equal(got: Heard, expected: Heard) -> None:

@@ -32,10 +32,12 @@ from flare_ray.contracts.plan import (
 )
 from flare_ray.contracts.record import Flag, LaneRecord, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS, PROMPT_KINDS, GraphKind
+from flare_ray.contracts.tiers import TierOrder, TierOutcome
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 from tests.support.fake_manifest import CollectingOutput as CollectingOutput
 from tests.support.fake_manifest import make_manifest as make_manifest
+from tests.support.fake_tiers import FakeTiers
 
 MAX_PLAN_BYTES = 64 * 1024
 NANOSECONDS = 1_000_000_000
@@ -171,6 +173,7 @@ class FakeChannel:
         self.restores = 0
         self.resumes = 0
         self._queued: deque[tuple[RoundPlan, RoundResult, int]] = deque()
+        self.tiers = FakeTiers(self._rows, self._content, self._apply_save)
         self._condition = threading.Condition()
         self._woken = False
         self._failure: RankFailure | None = None
@@ -208,6 +211,15 @@ class FakeChannel:
             self.plans.append(plan)
             self._queued.append((plan, result, start_ns + latency_ns))
 
+    def order(self, order: TierOrder) -> None:
+        with self._condition:
+            self._raise_failure()
+            self.tiers.order(order)
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        with self._condition:
+            return self.tiers.take_outcomes()
+
     def receive(self, timeout_s: float) -> RoundResult | None:
         deadline_ns = self._now() + round(timeout_s * NANOSECONDS)
         with self._condition:
@@ -216,7 +228,7 @@ class FakeChannel:
                 ready_ns = self._queued[0][2] if self._queued else None
                 if ready_ns is not None and ready_ns <= self._now():
                     return self._take()
-                if self._woken or self._now() >= deadline_ns:
+                if self._woken or self.tiers.has_outcomes or self._now() >= deadline_ns:
                     self._woken = False
                     return None
                 until_ns = deadline_ns if ready_ns is None else min(deadline_ns, ready_ns)

@@ -47,6 +47,12 @@ class StandInExecutor:
         script = hashed_script(manifest.vocab_size, first_token=1)
         self._device = FakeChannel(manifest, script, hashed_accepts(accept_rate))
 
+    def order(self, order: object, report: object) -> None:
+        raise AssertionError("no host tier was prepared")
+
+    def close(self) -> None:
+        """It has no threads."""
+
     def execute(self, plan: RoundPlan, masks: object = None) -> RoundReply:
         start_ns = time.monotonic_ns()
         if self.round_s:

@@ -9,6 +9,7 @@ A snapshot's life as the ranks see it:
     prompt    claim a row -> the chunk's plan captures its end state -> harvested: published
     decoding  harvested over a boundary -> claim, publish -> the next plan saves the row
     a hit     pinned at admission -> the first plan restores it -> unpinned
+    below     a longer prefix in host memory or on disk is brought back first (`tiers.py`)
 
 Decode snapshots are published before their row is written: every restore travels in the same plan
 or a later one, and a plan's saves run first. The publication row still holds that boundary then: at
@@ -24,8 +25,10 @@ from flare_ray.contracts.plan import MAX_SHARED_PAGES, SlotRestore, SnapshotSave
 from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.paging.chain import Key
 from flare_ray.controller.paging.pool import PagePool, pages_for
 from flare_ray.controller.paging.prefix import PrefixIndex, Snapshot
+from flare_ray.controller.paging.tiers import Tiers
 from flare_ray.errors import ContractViolation
 
 
@@ -41,27 +44,41 @@ class Snapshots:
     """Prefix snapshots of one engine. Used by the controller's thread.
 
     Args:
+        tiers: copies below the device.
         inside_rounds: a row inside a round's accepted rows can be kept, not only its last.
         resumes: a whole prompt can be restored; else its last token is always consumed.
     Attributes:
-        index: what is cached.
+        index: what is cached on the device.
+        tiers: as given.
         queried_tokens / hit_tokens: prompt tokens of admitted requests, and those restored.
-        restored_tokens: tokens of snapshots that requests started from, preempted ones included.
-        saved_tokens: tokens of published snapshots.
+        restored_tokens / restored_bytes: of snapshots that requests started from, preempted ones
+            included; bytes on one rank, here and below.
+        saved_tokens / saved_bytes: of published snapshots.
     """
 
     def __init__(
-        self, index: PrefixIndex, pool: PagePool, *, inside_rounds: bool, resumes: bool
+        self,
+        index: PrefixIndex,
+        pool: PagePool,
+        tiers: Tiers,
+        *,
+        inside_rounds: bool,
+        resumes: bool,
     ) -> None:
         self.index = index
+        self.tiers = tiers
         self._resumes = resumes
         self._pool = pool
         self._inside_rounds = inside_rounds
         self._saves: list[SnapshotSave] = []
+        # Requests whose restore has begun, by uid: what they wait for.
+        self._asked: dict[int, Key] = {}
         self.queried_tokens = 0
         self.hit_tokens = 0
         self.restored_tokens = 0
         self.saved_tokens = 0
+        self.saved_bytes = 0
+        self.restored_bytes = 0
 
     # Admission.
 
@@ -84,6 +101,34 @@ class Snapshots:
             output = MAX_SHARED_PAGES - pages_for(limit)
             limit = min(limit, prompt + max(output, 0))
         return limit
+
+    def is_restoring(self, live: LiveRequest) -> bool:
+        """Whether a waiting request's prefix is on its way from the host or from disk.
+
+        The restore begins here, once per request, where it saves a page or more beyond what the
+        device holds. Others may be admitted meanwhile.
+        """
+        tiers = self.tiers
+        if not tiers.enabled:
+            return False
+        asked = self._asked.get(live.uid)
+        if asked is not None:
+            return tiers.is_restoring(asked)
+        limit = self._limit(live, live.prefill_length)
+        kept = tiers.find(live.chain, limit)
+        if kept is None:
+            return False
+        found = self.index.find(live.chain, limit)
+        if kept.tokens - (found.tokens if found is not None else 0) < PAGE_TOKENS:
+            return False
+        if not tiers.is_restoring(kept.key):
+            if not tiers.may_restore:
+                return True
+            if not tiers.restore(kept):
+                return False
+        self._asked[live.uid] = kept.key
+        return True
+
 
     def is_in_the_making(self, live: LiveRequest, running: Iterable[LiveRequest]) -> bool:
         """Whether a running request is about to leave a snapshot that saves `live` a page at least.
@@ -121,8 +166,11 @@ class Snapshots:
             self.hit_tokens += tokens
             live.cached_tokens = tokens
         self._stop_awaiting(live)
+        self._asked.pop(live.uid, None)
         self.restored_tokens += tokens
         if snapshot is not None:
+            self.restored_bytes += self.index.bytes_of(snapshot)
+            self.tiers.used(snapshot.key)
             self.index.hit(snapshot)
             live.snapshot = snapshot
             live.planned_tokens = snapshot.tokens
@@ -133,6 +181,7 @@ class Snapshots:
         """The request ended, perhaps before its first plan."""
         self.leave(live)
         self._stop_awaiting(live)
+        self._asked.pop(live.uid, None)
 
     def leave(self, live: LiveRequest) -> None:
         """The request no longer needs the snapshot that it was to start from."""
@@ -272,11 +321,13 @@ class Snapshots:
         Raises:
             ContractViolation: a snapshot is pinned by nobody, or not by its request.
         """
-        pinned = sorted(live.snapshot.row for live in holders if live.snapshot is not None)
+        waiting = [live.snapshot.row for live in holders if live.snapshot is not None]
+        pinned = sorted(waiting + self.tiers.pinned_rows())
         counted = sorted(s.row for s in self.index for _ in range(s.pins))
         if pinned != counted:
             raise ContractViolation(f"rows {pinned} wait to be restored, {counted} are pinned")
         self.index.check_integrity()
+        self.tiers.book.check_integrity()
 
     def _save(
         self, live: LiveRequest, tokens: int, *, live_state: bool, is_needed: bool = False
@@ -290,6 +341,8 @@ class Snapshots:
     def _publish(self, live: LiveRequest, snapshot: Snapshot) -> None:
         self.index.publish(snapshot, self._pool.pages_of(live.uid))
         self.saved_tokens += snapshot.tokens
+        self.saved_bytes += self.index.bytes_of(snapshot)
+        self.tiers.published(snapshot)
 
 
 def _last_boundary(live: LiveRequest) -> int:

@@ -26,6 +26,7 @@ from flare_ray.contracts.plan import (
 )
 from flare_ray.contracts.record import Field, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS, PROMPT_KINDS, GraphKind, GraphShape
+from flare_ray.contracts.tiers import TierMove, TierOrder
 from flare_ray.device.state.layout import pages_for
 from flare_ray.device.state.snapshot_ledger import SnapshotLedger
 from flare_ray.errors import ContractViolation
@@ -77,7 +78,7 @@ class SlotLedger:
         self._columns = table_columns
         self._slots = [SlotView() for _ in range(manifest.slots)]
         self._last_round = NEVER
-        self._snapshots = SnapshotLedger(manifest)
+        self.snapshots = SnapshotLedger(manifest)
 
     def view(self, slot: int) -> SlotView:
         """The host's view of `slot`, not a copy."""
@@ -98,7 +99,7 @@ class SlotLedger:
     def apply(self, plan: RoundPlan) -> None:
         """Note a checked plan's saves, hand-overs, restores and grants."""
         self._last_round = plan.round_id
-        self._snapshots.apply_saves(plan.saves, self._slots)
+        self.snapshots.apply_saves(plan.saves, self._slots)
         for init in plan.inits:
             self._slots[init.slot] = _fresh(init)
         for restore in plan.restores:
@@ -110,6 +111,17 @@ class SlotLedger:
             view = self._slots[lane.slot]
             if view.epoch == lane.epoch and view.speculation is None:
                 view.speculation = plan.shape.speculation
+
+    def begin_order(self, order: TierOrder) -> None:
+        """Check a move of a snapshot, and note its saves and what it overwrites.
+
+        Raises:
+            ContractViolation: it cannot be right; nothing was changed.
+        """
+        self.snapshots.check_order(order, self._slots)
+        self.snapshots.apply_saves(order.saves, self._slots)
+        if order.move is TierMove.LOAD:
+            self.snapshots.begin_load(order)
 
     def complete(self, plan: RoundPlan, rows: Sequence[Sequence[int]]) -> None:
         """Note what the program did.
@@ -126,7 +138,7 @@ class SlotLedger:
             view.budget = row[Field.BUDGET_LEFT]
             view.ended = bool(row[Field.STATUS] & ENDING)
             view.filling = isinstance(lane, PrefillLane) and not lane.final
-        self._snapshots.complete(plan.captures, self._slots)
+        self.snapshots.complete(plan.captures, self._slots)
 
     def context_pages(self, plan: RoundPlan) -> int:
         """Page-table columns that hold every row the plan's live lanes may compute, one at least.
@@ -147,7 +159,7 @@ class SlotLedger:
         if plan.round_id <= self._last_round:
             yield f"ids must rise, the last one was {self._last_round}"
         yield from self._frame_problems(plan, mask_rows)
-        yield from self._snapshots.problems(plan, self._slots)
+        yield from self.snapshots.problems(plan, self._slots)
         # slots as they will stand once the plan's hand-overs and grants are applied
         ahead: dict[int, SlotView] = {}
         for init in plan.inits:

@@ -13,6 +13,9 @@ from typing import Protocol
 
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan, SlotRestore, SnapshotSave
+from flare_ray.contracts.tiers import TierMove, TierOrder
+from flare_ray.device.state.layout import pages_for
+from flare_ray.errors import ContractViolation
 
 
 class SlotFacts(Protocol):
@@ -78,6 +81,46 @@ class SnapshotLedger:
             view = slots[save.slot]
             there = view.epoch == save.epoch and view.consumed == save.consumed
             self._rows[save.row] = _saved(save, slots) if there else None
+
+    def check_order(self, order: TierOrder, slots: Sequence[SlotFacts]) -> None:
+        """Refuse a move between a row and the host that cannot be right.
+
+        Raises:
+            ContractViolation: a save of the order, its row, its tokens or its pages.
+        """
+        problems = [
+            f"save of slot {save.slot} to row {save.row}: {text}"
+            for save in order.saves
+            if (text := self._save_problem(save, slots))
+        ]
+        if not problems and order.move in (TierMove.STORE, TierMove.LOAD):
+            problems += self._move_problems(order, slots)
+        if problems:
+            raise ContractViolation(f"tier order {order.ticket}: {'; '.join(problems)}")
+
+    def begin_load(self, order: TierOrder) -> None:
+        """A row is about to be overwritten: nothing may be restored from it."""
+        self._rows[order.row] = None
+
+    def loaded(self, order: TierOrder) -> None:
+        """A row holds the snapshot of an order now; called by the thread that copied it, before
+        the controller can know."""
+        self._rows[order.row] = RowView(order.tokens, order.speculation)
+
+    def _move_problems(self, order: TierOrder, slots: Sequence[SlotFacts]) -> Iterator[str]:
+        if not self._is_row(order.row):
+            yield f"row {order.row}, {len(self._rows)} were prepared"
+            return
+        if len(order.pages) != pages_for(order.tokens) or not order.tokens:
+            yield f"{len(order.pages)} pages for {order.tokens} tokens"
+        if not all(0 < page < self._num_pages for page in order.pages):
+            yield f"pages {order.pages} outside 1..{self._num_pages - 1}"
+        view = self._rows[order.row]
+        for save in order.saves:
+            view = _saved(save, slots) if save.row == order.row else view
+        expected = RowView(order.tokens, order.speculation)
+        if order.move is TierMove.STORE and view != expected:
+            yield f"row {order.row} holds {view}, expected {expected}"
 
     def _is_row(self, row: int) -> bool:
         return 0 <= row < len(self._rows)

@@ -31,6 +31,12 @@ class MeteredChannel:
         self.cpu_s += time.thread_time() - started
         return result
 
+    def order(self, order):
+        self._channel.order(order)
+
+    def take_outcomes(self):
+        return self._channel.take_outcomes()
+
     def wake(self):
         self._channel.wake()
 
