@@ -81,9 +81,7 @@ class SnapshotLayout:
 
     def header(self, tokens: int, label: str) -> bytes:
         """First bytes of a part file, its length field included."""
-        fields: dict[str, object] = {
-            "__metadata__": {"flare_label": label, "flare_tokens": str(tokens)}
-        }
+        fields: dict[str, object] = {"__metadata__": {"label": label, "tokens": str(tokens)}}
         for place in self.places(tokens):
             name = f"page.{place.name}" if place.paged else f"row.{place.name}"
             fields[name] = {
