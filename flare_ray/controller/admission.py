@@ -197,8 +197,8 @@ class Admission:
     def admit(self) -> list[LiveRequest]:
         """Move requests from the head of the queue into slots while slots and pages last.
 
-        None gets in while a running request lacks pages, nor while one's pages are on their way. One
-        whose prefix is on its way from the host or from disk keeps its place, and others pass.
+        None gets in while a running request lacks pages, nor while one's pages are on their way.
+        One whose prefix comes from the host or from disk keeps its place, and others pass it.
         """
         admitted: list[LiveRequest] = []
         if self.short_pages:

@@ -129,7 +129,6 @@ class Snapshots:
         self._asked[live.uid] = kept.key
         return True
 
-
     def is_in_the_making(self, live: LiveRequest, running: Iterable[LiveRequest]) -> bool:
         """Whether a running request is about to leave a snapshot that saves `live` a page at least.
 
