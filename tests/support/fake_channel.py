@@ -37,15 +37,16 @@ from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
 from tests.support.fake_manifest import CollectingOutput as CollectingOutput
 from tests.support.fake_manifest import make_manifest as make_manifest
+from tests.support.fake_scripts import AcceptTable as AcceptTable
+from tests.support.fake_scripts import Script as Script
+from tests.support.fake_scripts import accepts_up_to as accepts_up_to
+from tests.support.fake_scripts import hashed_accepts as hashed_accepts
+from tests.support.fake_scripts import hashed_script as hashed_script
+from tests.support.fake_scripts import listed_script as listed_script
 from tests.support.fake_tiers import FakeTiers
 
 MAX_PLAN_BYTES = 64 * 1024
 NANOSECONDS = 1_000_000_000
-
-Script = Callable[[tuple[int, ...], int], int]
-"""(prompt, index) -> the output token number `index`, from 0."""
-AcceptTable = Callable[[tuple[int, ...], int, int], bool]
-"""(prompt, generated tokens at the round's start, depth from 1) -> the draft there is accepted."""
 
 
 class PlanBreach(AssertionError):
@@ -72,39 +73,6 @@ class VirtualClock:
 
     def advance(self, seconds: float) -> None:
         self.now_ns += round(seconds * NANOSECONDS)
-
-
-def hashed_script(vocab_size: int, first_token: int = 0) -> Script:
-    """Text that depends on the prompt alone, tokens in first_token .. vocab_size - 1.
-
-    Hashes of tuples of integers do not vary between runs.
-    """
-
-    def token(prompt: tuple[int, ...], index: int) -> int:
-        span = vocab_size - first_token
-        return first_token + hash((prompt, index)) % span
-
-    return token
-
-
-def listed_script(texts: dict[tuple[int, ...], Sequence[int]], then: int = 0) -> Script:
-    """Given outputs by prompt; `then` for ever after the end of one."""
-
-    def token(prompt: tuple[int, ...], index: int) -> int:
-        text = texts[prompt]
-        return text[index] if index < len(text) else then
-
-    return token
-
-
-def hashed_accepts(rate: float) -> AcceptTable:
-    """Each depth accepted with about this rate, reproducibly."""
-    return lambda prompt, generated, depth: hash((prompt, generated, depth)) % 1000 < rate * 1000
-
-
-def accepts_up_to(count: int) -> AcceptTable:
-    """The first `count` depths are accepted."""
-    return lambda _prompt, _generated, depth: depth <= count
 
 
 @dataclass
