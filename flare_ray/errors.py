@@ -73,6 +73,10 @@ class Overloaded(FlareError):
         return make, self.args, self.__dict__
 
 
+class RateLimited(Overloaded):
+    """A client has asked for more than it may (HTTP 429); others are served."""
+
+
 class RankFailure(FlareError):
     """A rank died, hung or disagreed. Sticky: the engine that saw it never runs another round.
 

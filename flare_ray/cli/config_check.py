@@ -61,6 +61,11 @@ def check_file(path: Path) -> str:
             f"rank(s) on {engine.device} ({needs} on one node each), "
             f"{config.ingress.min_replicas} to {config.ingress.max_replicas} HTTP replica(s)"
         )
+        if config.ingress.keys_file is None:
+            lines.append(
+                f"application {name}: no API keys (ingress.keys_file): whoever reaches "
+                f"{checked.document['http_options']['host']} may use it"
+            )
     others = [
         application.get("name", "default")
         for application in checked.document["applications"]
@@ -105,6 +110,12 @@ def check_document(document: Document, *, name: str) -> Checked:
     problems = list(unknown_keys(document, schema, path=""))
     configs, more = _arguments(document)
     problems += more
+    http = document.get("http_options") or {}
+    if configs and isinstance(http, Mapping) and "host" not in http:
+        problems.append(
+            "http_options.host: is required: name the address to listen on (127.0.0.1 for this "
+            "machine alone); left out, Serve would take every interface"
+        )
     for i, application in enumerate(_applications(document)):
         config = configs.get(application.get("name", "default"))
         if config is not None and application.get("import_path") == IMPORT_PATH:

@@ -31,6 +31,14 @@ _Source = Annotated[
         help="Deployment file (YAML), or a checkpoint folder.", metavar="FILE|CHECKPOINT"
     ),
 ]
+_KeysFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of API keys; replaces ingress.keys_file. Without either, whoever reaches the "
+        "port may use it.",
+        metavar="FILE",
+    ),
+]
 
 
 class Command(Protocol):
@@ -117,12 +125,13 @@ class Serve(EngineOptions):
     """Serve a deployment on Ray until Ctrl-C. Options replace settings of the file."""
 
     file: _File
+    keys_file: _KeysFile = None
 
     def run(self) -> int:
         """Run the server."""
         from flare_ray.cli.serve import serve_file
 
-        return serve_file(self.file, self)
+        return serve_file(self.file, self, keys_file=self.keys_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +141,14 @@ class DebugServe(EngineOptions):
     source: _Source
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000
+    keys_file: _KeysFile = None
 
     def run(self) -> int:
         """Run the server."""
-        from flare_ray.cli.serve import debug_serve
+        from flare_ray.cli.serve import Address, debug_serve
 
-        return debug_serve(self.source, self, host=self.host, port=self.port)
+        address = Address(self.host, self.port)
+        return debug_serve(self.source, self, address=address, keys_file=self.keys_file)
 
 
 @dataclass(frozen=True, kw_only=True)

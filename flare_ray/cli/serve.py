@@ -12,7 +12,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import typer
 
@@ -56,9 +56,23 @@ class Server(Protocol):
         """Stop at once."""
 
 
-def serve_file(path: Path, options: EngineOptions) -> int:
+class Address(NamedTuple):
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+
+def serve_file(path: Path, options: EngineOptions, *, keys_file: Path | None = None) -> int:
     """Serve a deployment file on Ray until SIGINT or SIGTERM.
 
+    Args:
+        keys_file: replaces `ingress.keys_file` of the file.
     Returns:
         0 after a stop that was asked for.
     Raises:
@@ -68,6 +82,9 @@ def serve_file(path: Path, options: EngineOptions) -> int:
     document = read_document(path)
     for line in apply_options(document, options, name=str(path)):
         typer.echo(f"option replaces {line}")
+    if keys_file is not None:
+        for args in _our_arguments(document):
+            args["ingress"] = {**(args.get("ingress") or {}), "keys_file": str(keys_file.resolve())}
     set_environment(document)
     checked = check_document(document, name=str(path))
     from flare_ray.frontend.app import LocalServe
@@ -86,13 +103,7 @@ def apply_options(document: dict[str, Any], options: EngineOptions, *, name: str
     Raises:
         ConfigError: an option is wrong, or the document has not exactly one of our applications.
     """
-    sections = [
-        application["args"]
-        for application in document.get("applications") or []
-        if isinstance(application, dict)
-        and application.get("import_path") == IMPORT_PATH
-        and isinstance(application.get("args"), dict)
-    ]
+    sections = _our_arguments(document)
     engines = [args["engine"] for args in sections if isinstance(args.get("engine"), dict)]
     if not options.overrides({}):
         return []
@@ -106,6 +117,17 @@ def apply_options(document: dict[str, Any], options: EngineOptions, *, name: str
     return lines
 
 
+def _our_arguments(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """`args` of this project's applications, as they stand in the document."""
+    return [
+        application["args"]
+        for application in document.get("applications") or []
+        if isinstance(application, dict)
+        and application.get("import_path") == IMPORT_PATH
+        and isinstance(application.get("args"), dict)
+    ]
+
+
 def set_environment(document: Mapping[str, Any]) -> None:
     """Ray's settings, unless the user has set them.
 
@@ -113,19 +135,19 @@ def set_environment(document: Mapping[str, Any]) -> None:
     interface; a file that listens on loopback only does not ask for that.
     """
     wanted = dict(RAY_ENVIRONMENT)
-    if address_of(document)[0] not in ("127.0.0.1", "localhost", "::1"):
+    if not address_of(document).is_local:
         wanted |= THROUGHPUT_ENVIRONMENT
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
-def address_of(document: Mapping[str, Any]) -> tuple[str, int]:
+def address_of(document: Mapping[str, Any]) -> Address:
     """Host and port a file listens on, with Serve's defaults."""
     http = document.get("http_options") or {}
-    return str(http.get("host", "0.0.0.0")), int(http.get("port", 8000))
+    return Address(str(http.get("host", "0.0.0.0")), int(http.get("port", 8000)))
 
 
-def run_until_signal(server: Server, *, address: tuple[str, int]) -> None:
+def run_until_signal(server: Server, *, address: Address) -> None:
     """Start, wait for SIGINT or SIGTERM, stop. A signal while starting stops what there is; one
     while stopping stops at once.
 
@@ -183,7 +205,9 @@ class StopSignals:
         self.requested.set()
 
 
-def debug_serve(source: Path, options: EngineOptions, *, host: str, port: int) -> int:
+def debug_serve(
+    source: Path, options: EngineOptions, *, address: Address, keys_file: Path | None = None
+) -> int:
     """Serve in this process, without Ray: ranks and controller are threads (contract: G8).
 
     Args:
@@ -203,6 +227,9 @@ def debug_serve(source: Path, options: EngineOptions, *, host: str, port: int) -
     config, lines = debug_config(source, options)
     for line in lines:
         typer.echo(f"option replaces {line}")
+    if keys_file is not None:
+        ingress = config.ingress.model_copy(update={"keys_file": str(keys_file)})
+        config = config.model_copy(update={"ingress": ingress})
     settings = load_settings(config)
     core = start_inprocess(
         config.engine, health_timeout_s=config.engine_deployment.health_timeout_s
@@ -220,8 +247,8 @@ def debug_serve(source: Path, options: EngineOptions, *, host: str, port: int) -
     try:
         uvicorn.run(
             build_api(client, settings),
-            host=host,
-            port=port,
+            host=address.host,
+            port=address.port,
             access_log=False,
             timeout_graceful_shutdown=int(config.engine_deployment.graceful_shutdown_s),
         )

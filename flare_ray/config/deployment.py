@@ -47,6 +47,12 @@ class IngressDeployment(BaseModel, frozen=True, extra="forbid"):
     max_body_bytes: int = Field(
         8 * 1024 * 1024, ge=1024, description="Largest request body; above it 413."
     )
+    keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="YAML or JSON file of API keys and their limits, read again when it changes; "
+        "None = whoever reaches the HTTP port may use it.",
+    )
     heartbeat_timeout_s: float = Field(
         10.0, gt=0, description="Seconds without an engine's heartbeat that end its requests."
     )

@@ -7,7 +7,8 @@
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
     GET /metrics  Prometheus text of all engines
 
-Other routes of these APIs are refused by name (`openai/refused.py`).
+Other routes of these APIs are refused by name (`openai/refused.py`). Health and metrics need no API
+key: probes and scrapers have none.
 """
 
 from __future__ import annotations
@@ -58,11 +59,14 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
         ("/v1/tokenize", "POST", routes.tokenize),
         ("/detokenize", "POST", routes.detokenize),
         ("/v1/detokenize", "POST", routes.detokenize),
-        ("/health", "GET", routes.health),
-        ("/health/live", "GET", routes.live),
-        ("/metrics", "GET", routes.metrics),
     ):
-        app.add_route(path, guarded(handler), methods=[method])
+        app.add_route(path, guarded(handler, settings.access), methods=[method])
+    for path, handler in (
+        ("/health", routes.health),
+        ("/health/live", routes.live),
+        ("/metrics", routes.metrics),
+    ):
+        app.add_route(path, guarded(handler), methods=["GET"])
     for name in REFUSED:
         for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
             app.add_route(path, guarded(_refused), methods=list(EVERY_METHOD))

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.client import EngineClient, EngineInfo, RequestStream
-from flare_ray.frontend.guard import request_id_of
+from flare_ray.frontend.access import Caller
+from flare_ray.frontend.client import EngineClient, EngineInfo, RequestStream, StreamEvent
+from flare_ray.frontend.guard import caller_of, request_id_of
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.openai.requests import decode_json
 from flare_ray.frontend.settings import ApiSettings
@@ -55,10 +59,12 @@ class Generator:
     async def answer(self, request: Request, prepare: Prepare) -> Response:
         """The response to one request."""
         body, info = await self.read(request)
-        unique_id = request_id_of(request)
+        unique_id, caller = request_id_of(request), caller_of(request)
         prepared, writer = await prepare(self._settings, info, body, unique_id=unique_id)
+        prepared = _as_allowed(prepared, caller)
+        await caller.book(tokens=sum(prepared.prompt_tokens[:: prepared.choices_per_prompt]))
         if not prepared.stream:
-            work = self._whole(prepared, writer)
+            work = self._whole(prepared, writer, caller)
             return Response(await until_gone(work, request.receive), media_type="application/json")
         streams: list[RequestStream] = []
 
@@ -66,32 +72,75 @@ class Generator:
             await close_all(streams)
 
         try:
-            await until_gone(self._open(prepared, streams), request.receive)
+            await until_gone(self._open(prepared, streams, caller), request.receive)
         except BaseException:
             await close()
             raise
         return EventStream(writer.frames(streams), close=close)
 
-    async def _whole(self, prepared: Prepared, writer: AnswerWriter) -> bytes:
+    async def _whole(self, prepared: Prepared, writer: AnswerWriter, caller: Caller) -> bytes:
         streams: list[RequestStream] = []
         try:
-            await self._open(prepared, streams)
+            await self._open(prepared, streams, caller)
             return await writer.whole(streams)
         finally:
             await close_all(streams)
 
-    async def _open(self, prepared: Prepared, streams: list[RequestStream]) -> None:
+    async def _open(self, prepared: Prepared, streams: list[RequestStream], caller: Caller) -> None:
         """Open all generations of one request into `streams`, which the caller closes: a result
         handed back would be lost if the caller is cancelled in the very moment it is ready."""
         for generation in prepared.requests:
-            streams.append(await self._client.open(generation))
+            stream = await self._client.open(generation)
+            streams.append(MeteredStream(stream, caller) if caller.counts_tokens else stream)
         logger.info(
-            "request %s: %d choice(s), %d prompt tokens, user %s",
+            "request %s: key %s, %d choice(s), %d prompt tokens, user %s",
             prepared.response_id,
+            caller.name,
             len(prepared.prompt_tokens),
             sum(prepared.prompt_tokens),
             prepared.user or "-",
         )
+
+
+class MeteredStream:
+    """A stream whose tokens are booked on its caller once it ends, however it ends."""
+
+    def __init__(self, stream: RequestStream, caller: Caller) -> None:
+        self._stream = stream
+        self._caller = caller
+        self._tokens = 0
+
+    async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        async for event in self._stream:
+            if isinstance(event, Delta):
+                self._tokens += len(event.tokens)
+            elif isinstance(event, Finished):
+                # Also counts what a stop string hid.
+                self._tokens = event.completion_tokens
+            yield event
+
+    async def aclose(self) -> None:
+        """See `RequestStream.aclose`."""
+        tokens, self._tokens = self._tokens, 0
+        await self._stream.aclose()
+        await self._caller.spend(tokens)
+
+
+def _as_allowed(prepared: Prepared, caller: Caller) -> Prepared:
+    """The request with the priority and the cache salt that its caller may have.
+
+    Raises:
+        InvalidRequest: status 403: it asks for another priority.
+    """
+    priority = caller.priority(prepared.priority)
+    salt = caller.cache_salt(prepared.cache_salt)
+    if not priority and not salt:
+        return prepared
+    requests = tuple(
+        msgspec.structs.replace(request, priority=priority, cache_salt=salt)
+        for request in prepared.requests
+    )
+    return replace(prepared, requests=requests)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from flare_ray.errors import FlareError, InvalidRequest
+from flare_ray.frontend.access import Access, Caller
 from flare_ray.frontend.anthropic.errors import VERSION_HEADER, anthropic_error
 from flare_ray.frontend.openai.errors import ErrorDetail, HttpError, http_error
 from flare_ray.frontend.sse import ClientGone
@@ -30,12 +31,18 @@ CLIENT_CLOSED_STATUS = 499
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def guarded(handler: Handler) -> Handler:
-    """`handler`, whose failures become responses; our own ones are logged."""
+def guarded(handler: Handler, access: Access | None = None) -> Handler:
+    """`handler`, whose failures become responses; our own ones are logged.
+
+    Args:
+        access: admits the request first; None = a route for everyone.
+    """
 
     async def guard(request: Request) -> Response:
         try:
             request.state.request_id = _given_id(request)
+            if access is not None:
+                request.state.caller = await access.admit(request.headers)
             response = await handler(request)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=CLIENT_CLOSED_STATUS)
@@ -60,6 +67,12 @@ def request_id_of(request: Request) -> str:
     return str(request.state.request_id)
 
 
+def caller_of(request: Request) -> Caller:
+    """Who sent a request that was admitted."""
+    caller: Caller = request.state.caller
+    return caller
+
+
 def error_response(
     request: Request,
     error: HttpError,
@@ -70,6 +83,8 @@ def error_response(
     extra = dict(headers or {})
     if error.retry_after_s:
         extra["retry-after"] = str(error.retry_after_s)
+    if error.status == 401:
+        extra["www-authenticate"] = "Bearer"
     if error.status == 413:
         extra["connection"] = "close"  # the rest of the body is not read
     status, body = error.status, error.body()

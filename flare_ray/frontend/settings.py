@@ -11,6 +11,8 @@ import msgspec
 
 from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.errors import CheckpointError
+from flare_ray.frontend.access import Access, Ledger
+from flare_ray.frontend.access.keys import KeyRing
 from flare_ray.frontend.tokenizer import TextCodec, TokenizerPool
 from flare_ray.recipes.declaration import ChatFormat
 from flare_ray.recipes.registry import find_recipe
@@ -26,6 +28,7 @@ class ApiSettings:
         chat: the family's tags.
         max_body_bytes: a larger request body is answered 413.
         pool: threads on which the codec runs.
+        access: who may ask.
         created_s: what /v1/models gives as `created`.
     """
 
@@ -34,21 +37,28 @@ class ApiSettings:
     chat: ChatFormat
     max_body_bytes: int
     pool: TokenizerPool = field(default_factory=TokenizerPool)
+    access: Access = field(default_factory=Access)
     created_s: int = field(default_factory=lambda: int(time.time()))
 
 
-def load_settings(config: DeploymentConfig) -> ApiSettings:
-    """Settings of the routes; reads the checkpoint's tokeniser and template.
+def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> ApiSettings:
+    """Settings of the routes; reads the checkpoint's tokeniser and template, and the API keys.
 
+    Args:
+        ledger: where rate limits are booked; None = in this process.
     Raises:
+        ConfigError: the key file cannot be used.
         CheckpointError: they are missing or broken.
     """
     chat = chat_format(config.engine)
+    path = config.ingress.keys_file
+    keys = None if path is None else KeyRing(Path(path))
     return ApiSettings(
         model_name=config.model_name,
         codec=TextCodec(Path(config.engine.checkpoint), chat),
         chat=chat,
         max_body_bytes=config.ingress.max_body_bytes,
+        access=Access(keys, ledger=ledger),
     )
 
 

@@ -38,6 +38,7 @@ EVERYTHING = {
     "weights__fetch__private": True,
     "weights__fetch__token__value": "hf_secret",
     "auth__existingSecret": "ray-token",
+    "apiKeys__existingSecret": "api-keys",
     "upgrade__type": "NewClusterWithIncrementalUpgrade",
     "upgrade__incremental__gatewayClassName": "istio",
     "autoscaler__enabled": True,
@@ -312,3 +313,33 @@ def test_notes_tell_the_gpus_an_upgrade_needs():
         "flare-ray/templates/NOTES.txt"
     ]
     assert "NOT rolled out" in notes
+
+
+def test_api_keys_are_mounted_whole_where_replicas_run_and_named_in_the_settings():
+    values = changed(read_values("glm-4gpu"), apiKeys__existingSecret="team-keys")
+    service = rayservice(values)
+    ingress = serve_document(values)["applications"][0]["args"]["ingress"]
+    assert ingress["keys_file"] == "/etc/flare-ray/keys/keys.yaml"
+    for name, template in pod_templates(service).items():
+        spec = template["spec"]
+        secrets = [v["secret"]["secretName"] for v in spec["volumes"] if v["name"] == "api-keys"]
+        mounts = [
+            mount
+            for container in spec["containers"]
+            for mount in container["volumeMounts"]
+            if mount["name"] == "api-keys"
+        ]
+        if name == "head":
+            assert not secrets + mounts
+        else:
+            assert secrets == ["team-keys"]
+            # By subPath it would never change.
+            (mount,) = mounts
+            assert mount["mountPath"] == "/etc/flare-ray/keys"
+            assert "subPath" not in mount
+
+
+def test_without_a_secret_nothing_asks_for_keys():
+    values = read_values("glm-4gpu")
+    assert "keys_file" not in serve_document(values)["applications"][0]["args"]["ingress"]
+    assert "api-keys" not in json.dumps(rayservice(values))

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from flare_ray.contracts.messages import Failed
-from flare_ray.errors import FlareError, InvalidRequest, Overloaded, RankFailure
+from flare_ray.errors import FlareError, InvalidRequest, Overloaded, RankFailure, RateLimited
 
 UNAVAILABLE_RETRY_S = 5.0
 """Retry-After while an engine is being rebuilt: about what replacing a replica takes (measured, 5
@@ -53,6 +53,8 @@ def http_error(error: FlareError) -> HttpError:
         return HttpError(status=error.status, detail=detail)
     if isinstance(error, Overloaded):
         code = "overloaded" if error.status == 429 else "service_unavailable"
+        if isinstance(error, RateLimited):
+            code = "rate_limit_exceeded"
         kind = "rate_limit_error" if error.status == 429 else "server_error"
         return HttpError(
             status=error.status,

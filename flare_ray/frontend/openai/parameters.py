@@ -47,8 +47,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_grammar": (),
     "documents": ([],),
     "chat_template": (),
-    "priority": (0,),
-    "cache_salt": (),
 }
 """Parameters that are not built, and the values besides null that ask for nothing."""
 

@@ -38,6 +38,7 @@ class Prepared:
         tools: parameter schema by function name; None = calls are not parsed.
         inside_reasoning: the prompt ends inside reasoning.
         user: the client's own name for its end user, for the log.
+        priority / cache_salt: as the client asked; its key may allow others.
     """
 
     response_id: str
@@ -50,6 +51,8 @@ class Prepared:
     logprobs: bool = False
     choices_per_prompt: int = 1
     user: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     def under(self, response_id: str) -> Prepared:
         """The same under another id; of requests with one choice."""
@@ -102,6 +105,8 @@ async def prepare_chat(
         inside_reasoning=settings.chat.prompt_opens_reasoning
         and rendered.rstrip().endswith(opening),
         user=chat.user,
+        priority=chat.priority,
+        cache_salt=chat.cache_salt,
     )
 
 
@@ -141,6 +146,8 @@ async def prepare_completion(
         stream=bool(completion.stream),
         include_usage=completion.wants_usage,
         user=completion.user,
+        priority=completion.priority,
+        cache_salt=completion.cache_salt,
     )
 
 

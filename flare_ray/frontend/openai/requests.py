@@ -59,6 +59,8 @@ class _GenerationBody(_Model):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    cache_salt: str | None = Field(None, min_length=1, max_length=512)
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -132,3 +132,10 @@ capabilities:
       key: {{ .Values.weights.fetch.token.key }}
 {{- end }}
 {{- end -}}
+
+{{/*
+Folder of the API keys. The volume is mounted whole: a file mounted by subPath would never change.
+*/}}
+{{- define "flare.keysPath" -}}
+/etc/flare-ray/keys
+{{- end -}}

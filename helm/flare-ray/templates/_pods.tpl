@@ -112,6 +112,9 @@ spec:
         {{- if ne $v.weights.source "image" }}
         - {name: weights, mountPath: {{ $v.weights.mountPath }}, readOnly: true}
         {{- end }}
+        {{- if and $v.apiKeys.existingSecret (ne .kind "head") }}
+        - {name: api-keys, mountPath: {{ include "flare.keysPath" $root }}, readOnly: true}
+        {{- end }}
         {{- with $pod.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -122,6 +125,10 @@ spec:
       emptyDir: {}
     {{- if ne $v.weights.source "image" }}
     {{- include "flare.weightsVolume" $root | nindent 4 }}
+    {{- end }}
+    {{- if and $v.apiKeys.existingSecret (ne .kind "head") }}
+    - name: api-keys
+      secret: {secretName: {{ $v.apiKeys.existingSecret }}, defaultMode: 0440}
     {{- end }}
     {{- with $pod.extraVolumes }}
     {{- toYaml . | nindent 4 }}

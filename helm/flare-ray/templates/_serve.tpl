@@ -7,6 +7,10 @@ in `args:`, since changed arguments restart every engine and a changed number of
 {{- $preset := include "flare.preset" . | fromYaml -}}
 {{- $engine := merge (dict "checkpoint" (include "flare.checkpoint" .) "recipe" $preset.recipe "tensor_parallel_size" $v.tensorParallelSize "device" $v.device) $v.engine -}}
 {{- $placement := merge (dict "graceful_shutdown_s" $v.longestGenerationSeconds) $v.engineDeployment -}}
+{{- $ingress := $v.httpReplicas -}}
+{{- if $v.apiKeys.existingSecret -}}
+{{- $ingress = merge (dict "keys_file" (printf "%s/%s" (include "flare.keysPath" .) $v.apiKeys.key)) $v.httpReplicas -}}
+{{- end }}
 proxy_location: EveryNode
 http_options:
   host: 0.0.0.0
@@ -28,7 +32,7 @@ applications:
       engine_deployment:
         {{- toYaml $placement | nindent 8 }}
       ingress:
-        {{- toYaml $v.httpReplicas | nindent 8 }}
+        {{- toYaml $ingress | nindent 8 }}
     deployments:
       - name: Engine
         num_replicas: {{ $v.replicas }}

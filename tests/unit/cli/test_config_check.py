@@ -187,3 +187,18 @@ def test_missing_file_is_refused():
 
 def test_file_without_applications_is_refused(tmp_path):
     assert any("applications" in line for line in problems(yaml.safe_load("http_options: {}")))
+
+
+def test_address_must_be_named():
+    doc = document(DEMO)
+    del doc["http_options"]["host"]
+    assert any(line.startswith("http_options.host: is required") for line in problems(doc))
+
+
+def test_open_service_is_told(tmp_path):
+    assert "no API keys (ingress.keys_file)" in check_file(DEMO)
+    doc = document(DEMO)
+    put(doc, ["applications", 0, "args", "ingress", "keys_file"], "keys.yaml")
+    file = tmp_path / "closed.yaml"
+    file.write_text(yaml.safe_dump(doc))
+    assert "no API keys" not in check_file(file)
