@@ -49,6 +49,7 @@ SETTINGS: dict[str, str] = {
     "max_waiting": "admission.max_waiting",
     "retry_after": "admission.retry_after_s",
     "max_prompt_tokens": "admission.max_prompt_tokens",
+    "preemption": "admission.preemption",
 }
 """Option -> setting it replaces. `--no-mtp`, `--mtp-only` and `--[no-]mtp-adaptive-verification`
 choose among values of a setting and are mapped by `EngineOptions.overrides`."""
@@ -177,6 +178,9 @@ class EngineOptions:
     max_waiting: Annotated[int | None, _setting("max_waiting")] = None
     retry_after: Annotated[float | None, _setting("retry_after")] = None
     max_prompt_tokens: Annotated[int | None, _setting("max_prompt_tokens")] = None
+    preemption: Annotated[
+        bool | None, _setting("preemption", flags="--preemption/--no-preemption")
+    ] = None
 
     def overrides(self, section: Mapping[str, Any]) -> dict[str, Any]:
         """Dotted setting -> new value, for everything the options change in `section`.
