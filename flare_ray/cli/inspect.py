@@ -197,7 +197,11 @@ def _ranks(weights: Sequence[StoredWeight], recipe: Recipe | None) -> tuple[Rank
             continue  # this checkpoint's sizes do not allow the degree
         stored = sum(
             format_bytes(
-                shape, weight.format, element_bytes=_element_bytes(weight), block=weight.block
+                shape,
+                weight.format,
+                element_bytes=_element_bytes(weight),
+                block=weight.block,
+                scale_bytes=weight.scale_bytes,
             )
             for weight, shape in zip(weights, shapes, strict=True)
         )

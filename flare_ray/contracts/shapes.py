@@ -70,7 +70,7 @@ def batch_capacities(concurrency: int) -> tuple[int, ...]:
 
 
 def speculative_shapes(
-    concurrency: int, widths: Sequence[int], token_capacity: int
+    concurrency: int, widths: Sequence[int], token_capacity: int, *, block: bool = False
 ) -> tuple[GraphShape, ...]:
     """Rounds to prepare: width one at every batch capacity, wider ones where B * W fits (contract:
     G1).
@@ -79,13 +79,15 @@ def speculative_shapes(
         concurrency: largest number of lanes in a round.
         widths: increasing widths that include one.
         token_capacity: largest B * W of a wide round.
+        block: wide rounds all draft what the widest verifies (contract: G3).
     """
+    most = widths[-1] - 1
     return tuple(
         GraphShape(
             kind=GraphKind.SPECULATIVE,
             batch_capacity=batch,
             token_capacity=width,
-            draft_tokens=width - 1,
+            draft_tokens=most if block and width > 1 else width - 1,
             verify_width=width,
         )
         for batch in batch_capacities(concurrency)

@@ -275,6 +275,7 @@ def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) 
         widths=_widths(config, recipe) if speculative else (1,),
         token_capacity=settings.token_capacity,
         resume=config.prefix_cache.enabled,
+        block=recipe.speculation.block,
     )
 
 
@@ -305,7 +306,8 @@ def _widths(config: EngineConfig, recipe: Recipe) -> tuple[int, ...]:
             f"speculation asks for {drafts} drafts, {recipe.name} drafts at most {most}; lower "
             "draft_tokens or widths"
         )
-    widths = settings.widths or tuple(range(1, drafts + 2))
+    every = (1, drafts + 1) if recipe.speculation.block and drafts else tuple(range(1, drafts + 2))
+    widths = settings.widths or every
     if settings.fixed_width is not None and settings.fixed_width not in widths:
         raise ConfigError(
             f"speculation.fixed_width is {settings.fixed_width}, prepared widths are "

@@ -44,6 +44,8 @@ class TensorSpec:
             stored as one tensor, say). Both stored is a contradiction.
         alias: another name under which the checkpoint's metadata may list this tensor.
         integer: stored as 64-bit integers.
+        shard_sizes: sizes along `shard_dim` of the parts that must stay whole; ranks take equal
+            numbers of them in order. () = any equal cut.
     """
 
     name: str
@@ -56,6 +58,7 @@ class TensorSpec:
     instead: str = ""
     alias: str = ""
     integer: bool = False
+    shard_sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +95,28 @@ class StateGroup:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """All state of one rank; feedback_width is the drafter's H, sampling_width the head's input."""
+    """All state of one rank.
+
+    Attributes:
+        feedback_width: the drafter's H.
+        sampling_width: the head's input.
+        history: what the drafter absorbs (contract: R8). "pairs": (h_i, x[i+1]), complete one token
+            late, so h[N-1] is carried as tail. "rows": h_i alone, absorbed when x[i] is consumed.
+    """
 
     groups: tuple[StateGroup, ...]
     feedback_width: int
     sampling_width: int
+    history: Literal["pairs", "rows"] = "pairs"
+
+    @property
+    def tail_width(self) -> int:
+        """Width of the carried tail, 0 = nothing is carried."""
+        return self.feedback_width if self.history == "pairs" else 0
+
+    def absorbed(self, consumed: int) -> int:
+        """History rows of the drafter after `consumed` tokens."""
+        return max(consumed - 1, 0) if self.history == "pairs" else consumed
 
 
 @dataclass(slots=True)
@@ -153,6 +173,8 @@ class TargetOutput:
 class AbsorbRows:
     """Pairs (h_i, x[i+1]) at position i, from *target* history (contract: R8).
 
+    A drafter whose history is rows gets h_i alone: tokens are x[i], and it need not look at them.
+
     tokens [B, T] int64 = x[i+1]; feedback [B, T, H] = h_i; positions [B, T] int64 = i; valid [B,
     T] bool; slots [B] int64; page_table [B, C] int64.
     """
@@ -170,6 +192,8 @@ class ProposalStart:
     """Where a drafting round begins: the saved tail and the pending token complete the pair at
     position N - 1.
 
+    A drafter whose history is rows has a tail of width 0, and nothing to complete.
+
     pending [B] int64; tail [B, H] = h[N-1]; consumed [B] int64 = N; active [B] bool; slots [B]
     int64; page_table [B, C] int64; depth = D, static, may be 0 (absorb the pair, propose nothing).
     """
@@ -185,6 +209,11 @@ class ProposalStart:
 
 class DraftSink(Protocol):
     """Turns draft logits into tokens, keeps q, and substitutes copy tokens (contract: S1, H2)."""
+
+    def forecast(self, depth: int, confidence: Tensor) -> None:
+        """The drafter's own chance [B] float32 that the draft at `depth` is accepted if those
+        before it are (contract: R3, C4); at most once per depth, and before that depth is drawn,
+        since what decides whether a draft is offered may not depend on it."""
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Proposed tokens [B] int64 at `depth` (0-based) from logits [B, V] float32."""
@@ -263,13 +292,22 @@ class ChatFormat:
 class Speculation:
     """The learned drafter a recipe declares (contract: R1).
 
-    copy_inputs: graphs of this recipe take copied tokens (contract: H2, H3).
+    Attributes:
+        copy_inputs: graphs of this recipe take copied tokens (contract: H2, H3).
+        block: one evaluation proposes all drafts, so every wide program drafts the prepared maximum
+            whatever width it verifies, and only that width and one are prepared unless widths are
+            given (contract: G3).
+        forecasts: the drafter tells its own chance of every draft (`DraftSink.forecast`), and the
+            target writes all rows before it reads any, so rounds may be packed: lanes of one row,
+            several of one slot (contract: C4).
     """
 
     drafter: str
     default_draft_tokens: int
     max_draft_tokens: int
     copy_inputs: bool
+    block: bool = False
+    forecasts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

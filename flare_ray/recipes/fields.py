@@ -110,6 +110,22 @@ class Fields:
             return None
         return tuple(kinds[word] for word in words)
 
+    def integers(self, key: str, *, count: int | None = None) -> tuple[int, ...]:
+        """A list of whole numbers, of `count` entries where given; () where absent or wrong."""
+        value = self._values.get(key)
+        right = isinstance(value, list) and all(_is_integer(entry) for entry in value)
+        if not isinstance(value, list) or not right or count not in (None, len(value)):
+            wanted = "a list of whole numbers" + ("" if count is None else f", {count} of them")
+            self._note(key, wanted)
+            return ()
+        return tuple(value)
+
+    def switch(self, key: str, *, default: bool) -> bool:
+        """True or false; `default` where absent."""
+        value = self._values.get(key)
+        self.require(value is None or isinstance(value, bool), key, "true or false")
+        return default if value is None else bool(value)
+
     def layer_numbers(self, yes: str, no: str, layers: int) -> tuple[bool, ...] | None:
         """Two lists of layer numbers that together name every layer once; None where absent."""
         if not self.has(yes) or not self.has(no):

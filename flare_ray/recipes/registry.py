@@ -8,10 +8,11 @@ from typing import Any
 
 from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import Recipe, resolve
+from flare_ray.recipes.deepseek_v41.recipe import RECIPE as DEEPSEEK_V4_1_FLASH
 from flare_ray.recipes.glm5_next.recipe import RECIPE as GLM_5_3_FLASH
 from flare_ray.recipes.qwen4_exp.recipe import RECIPE as QWEN_3_8_FLASH
 
-_RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH, QWEN_3_8_FLASH)
+_RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH, DEEPSEEK_V4_1_FLASH, QWEN_3_8_FLASH)
 
 
 def recipes() -> tuple[Recipe, ...]:

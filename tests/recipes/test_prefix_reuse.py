@@ -22,7 +22,7 @@ from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind
 from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.prepare import _build, make_plan
-from tests.support import glm_tiny, qwen_tiny
+from tests.support import deepseek_tiny, glm_tiny, qwen_tiny
 from tests.support.poison import poison
 from tests.support.scripted.harness import Driver, Request
 
@@ -39,6 +39,7 @@ RECIPES: dict[str, Checkpoint] = {
     "glm-5.3-flash": lambda folder: glm_tiny.write_checkpoint(folder, "wide"),
     "glm-5.3-flash-pooled": lambda folder: glm_tiny.write_checkpoint(folder, "pooled"),
     "qwen3.8-flash": lambda folder: qwen_tiny.write_checkpoint(folder, "qwen-fused"),
+    "deepseek-v4.1-flash": lambda folder: deepseek_tiny.write_checkpoint(folder, "sparse"),
 }
 """Tiny checkpoints by recipe; a new recipe adds its own and inherits every test here."""
 
@@ -74,6 +75,10 @@ class HeardTarget:
 class HeardSink:
     def __init__(self, sink, heard: Heard) -> None:
         self._sink, self._heard = sink, heard
+
+    def forecast(self, depth, confidence):
+        self._heard.drafter.append(confidence[:1].clone())
+        self._sink.forecast(depth, confidence)
 
     def draw(self, depth, logits):
         self._heard.drafter.append(logits[0].clone())

@@ -264,7 +264,7 @@ def test_rank_that_does_not_fit_the_free_memory_is_refused(checkpoint, monkeypat
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"packed_capacity": 4}, "rectangular"),
+        ({"packed_capacity": 4}, "packed capacity 4"),
         ({"kind": GraphKind.MIXED}, "mixed"),
         ({"verify_width": 9}, "nothing to verify"),
     ],

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.parallel.groups import SingleGroup
+from flare_ray.device.speculation.commit import absorb_accepted, absorb_rows
 from flare_ray.device.state.layout import StateLimits
 from flare_ray.device.state.store import TORCH_DTYPE, StateStore
 from flare_ray.device.weights.index import open_checkpoint
@@ -62,6 +63,11 @@ class GreedySink:
     forced: Tensor | None = None
     logits: list[Tensor] = field(default_factory=list)
     tokens: list[Tensor] = field(default_factory=list)
+    forecasts: list[Tensor] = field(default_factory=list)
+
+    def forecast(self, depth: int, confidence: Tensor) -> None:
+        assert depth == len(self.forecasts) == len(self.tokens)
+        self.forecasts.append(confidence.clone())
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         self.logits.append(logits.clone())
@@ -153,6 +159,21 @@ class RecipeDriver:
         rows = self._rows(lanes, tokens, padded=padded, columns=columns)
         rows.prefill, rows.last_only = True, last_only
         output = self.target.forward(rows, self.state)
+        self._absorb_chunk(lanes, rows, output, padded)
+        result = []
+        for index, (lane, chunk) in enumerate(zip(lanes, tokens, strict=True)):
+            lane.consumed += len(chunk)
+            lane.column = 0
+            lane.tail = output.feedback[index, len(chunk) - 1].clone()
+            result.append(output.logits[index, : 1 if last_only else len(chunk)].clone())
+        return result
+
+    def _absorb_chunk(
+        self, lanes: list[Lane], rows: Rows, output: TargetOutput, padded: int
+    ) -> None:
+        if self.store.spec.history == "rows":
+            self.drafter.absorb(absorb_rows(rows, output.feedback, rows.valid), self.state)
+            return
         before = torch.stack([self._tail(lane) for lane in self._padded(lanes, padded)])
         positions = rows.positions - 1
         self.drafter.absorb(
@@ -166,13 +187,6 @@ class RecipeDriver:
             ),
             self.state,
         )
-        result = []
-        for index, (lane, chunk) in enumerate(zip(lanes, tokens, strict=True)):
-            lane.consumed += len(chunk)
-            lane.column = 0
-            lane.tail = output.feedback[index, len(chunk) - 1].clone()
-            result.append(output.logits[index, : 1 if last_only else len(chunk)].clone())
-        return result
 
     @torch.inference_mode()
     def verify(
@@ -195,19 +209,7 @@ class RecipeDriver:
         count = torch.zeros(rows.tokens.shape[0], dtype=torch.int64, device=self.device)
         count[: len(emitted)] = torch.tensor(list(emitted), device=self.device)
         self.target.commit(rows, count, self.state)
-        width = rows.tokens.shape[1]
-        if width > 1:
-            self.drafter.absorb(
-                AbsorbRows(
-                    tokens=rows.tokens[:, 1:],
-                    feedback=output.feedback[:, :-1],
-                    positions=rows.positions[:, :-1],
-                    valid=torch.arange(1, width, device=self.device) < count.unsqueeze(1),
-                    slots=rows.slots,
-                    page_table=rows.page_table,
-                ),
-                self.state,
-            )
+        absorb_accepted(self.drafter, self.store, rows, output.feedback, count)
         for index, (lane, taken) in enumerate(zip(verified.lanes, emitted, strict=True)):
             lane.consumed += taken
             lane.column = taken - 1
@@ -294,4 +296,4 @@ class RecipeDriver:
         kept = self.store.request.tail
         if lane is None or lane.tail is None:
             return torch.zeros_like(kept[0])
-        return lane.tail.to(kept.dtype)
+        return lane.tail[: kept.shape[1]].to(kept.dtype)

@@ -39,6 +39,7 @@ class CatalogOptions:
         widths: verification widths, increasing, containing one.
         token_capacity: largest B * W of a wide round.
         resume: prepare programs that go on from a snapshot.
+        block: wide rounds draft the maximum whatever they verify.
     """
 
     concurrency: int
@@ -48,13 +49,16 @@ class CatalogOptions:
     widths: tuple[int, ...]
     token_capacity: int
     resume: bool = False
+    block: bool = False
 
 
 def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
     """Every shape to prepare: rounds of each family, then prefills of each family."""
     shapes: list[GraphShape] = []
     if options.speculative:
-        shapes += speculative_shapes(options.concurrency, options.widths, options.token_capacity)
+        shapes += speculative_shapes(
+            options.concurrency, options.widths, options.token_capacity, block=options.block
+        )
     if options.ordinary:
         shapes += decode_shapes(options.concurrency)
     families = [True] * options.speculative + [False] * options.ordinary
@@ -71,8 +75,11 @@ def shape_problem(shape: GraphShape) -> str:
     """Why a shape cannot be prepared by this release, "" if it can."""
     if shape.kind not in BUILT_KINDS:
         return f"kind {shape.kind} is not built"
-    if shape.packed_capacity:
-        return f"packed capacity {shape.packed_capacity}: only rectangular B x W rounds are built"
+    packed, batch = shape.packed_capacity, shape.batch_capacity
+    if packed and not batch < packed < batch * shape.verify_width:
+        return f"packed capacity {packed} of {batch} lanes of width {shape.verify_width}"
+    if packed and not shape.draft_tokens:
+        return f"packed capacity {packed} without drafts"
     if shape.kind in PROMPT_KINDS:
         return "" if shape.token_capacity >= 1 else "a prefill of no tokens"
     if shape.verify_width > shape.draft_tokens + 1:

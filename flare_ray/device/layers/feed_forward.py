@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe.api import Experts
-from flare_ray.device.ops.router.api import route
+from flare_ray.device.ops.router.api import Scoring, route
 from flare_ray.device.ops.router.softmax import softmax_route
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
 
@@ -49,6 +49,7 @@ class Router:
     bias: Tensor
     top_k: int
     scale: float
+    scoring: Scoring = "sigmoid"
 
 
 class MixtureOfExperts:
@@ -62,7 +63,12 @@ class MixtureOfExperts:
         """See `FeedForward`."""
         router = self._router
         experts, weights = route(
-            x, router.weight, router.bias, top_k=router.top_k, scale=router.scale
+            x,
+            router.weight,
+            router.bias,
+            top_k=router.top_k,
+            scale=router.scale,
+            scoring=router.scoring,
         )
         return self._experts(x, experts, weights)
 

@@ -101,9 +101,11 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     )
     going_on = torch.where(move.completed, Phase.READY.value, Phase.FILLING.value)
     phase = torch.where(status > Status.ACTIVE.value, Phase.ENDED.value, going_on) * lanes.active
-    pairs = (consumed - 1).clamp_(min=0) if keeps_pairs else torch.zeros_like(consumed)
+    absorbed = torch.zeros_like(consumed)
+    if keeps_pairs:
+        absorbed = (consumed - 1).clamp_(min=0) if store.spec.history == "pairs" else consumed
     after = torch.stack(
-        (phase, move.pending, consumed, generated, budget, move.column, pairs), dim=1
+        (phase, move.pending, consumed, generated, budget, move.column, absorbed), dim=1
     )
     before = lanes.core[:, Core.PHASE + 1 : Core.DRAFT_POSITION + 1]
     after[:, 1:] = torch.where(moved.unsqueeze(1), after[:, 1:], before)
@@ -124,7 +126,7 @@ def save_tail(store: StateStore, slots: Tensor, feedback: Tensor) -> None:
     reach another through them.
     """
     tail = store.request.tail
-    if tail is not None:
+    if tail is not None and store.spec.tail_width:
         real = (slots != store.request.null_slot).unsqueeze(1)
         tail.index_copy_(0, slots, torch.where(real, feedback.to(tail.dtype), 0.0))
 
@@ -140,14 +142,19 @@ def save_sampling(store: StateStore, slots: Tensor, vector: Tensor) -> None:
 def absorb_accepted(
     drafter: Drafter, store: StateStore, rows: Rows, feedback: Tensor, emitted: Tensor
 ) -> None:
-    """Absorb the pairs that acceptance completed, from target feedback (contract: R8).
+    """Absorb what acceptance completed, from target feedback (contract: R8): pairs, or the emitted
+    rows themselves.
 
     Args:
         rows: the verified rows; row i + 1's token completes row i's pair.
         feedback: [B, W, H].
-        emitted: [B] int64, t: pairs N .. N + t - 2 are complete.
+        emitted: [B] int64, t: pairs N .. N + t - 2 are complete, rows N .. N + t - 1 committed.
     """
     width = rows.tokens.shape[1]
+    if store.spec.history == "rows":
+        taken = torch.arange(width, device=emitted.device) < emitted.unsqueeze(1)
+        drafter.absorb(absorb_rows(rows, feedback, taken), store.groups)
+        return
     if width == 1:
         return
     complete = torch.arange(1, width, device=emitted.device) < emitted.unsqueeze(1)
@@ -161,6 +168,18 @@ def absorb_accepted(
             page_table=rows.page_table,
         ),
         store.groups,
+    )
+
+
+def absorb_rows(rows: Rows, feedback: Tensor, valid: Tensor) -> AbsorbRows:
+    """A drafter's rows of target rows; `valid` [B, T] are those whose tokens are consumed."""
+    return AbsorbRows(
+        tokens=rows.tokens,
+        feedback=feedback,
+        positions=rows.positions,
+        valid=valid,
+        slots=rows.slots,
+        page_table=rows.page_table,
     )
 
 
@@ -188,7 +207,7 @@ def publish_boundary(
             column=torch.zeros_like(row) if rows.prefill else row,
             epoch=lanes.epoch,
             consumed=last,
-            feedback=row_at(output.feedback, row),
+            feedback=row_at(output.feedback, row)[:, : store.spec.tail_width],
             sampling=row_at(output.sampling, row),
         ),
         store.groups,

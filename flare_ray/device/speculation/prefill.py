@@ -31,6 +31,7 @@ from flare_ray.device.speculation.acceptance import (
 )
 from flare_ray.device.speculation.commit import (
     Transition,
+    absorb_rows,
     advance,
     publish_boundary,
     row_at,
@@ -163,6 +164,9 @@ def _absorb_chunk(model: Model, lanes: Lanes, rows: Rows, output: TargetOutput) 
     tail = model.store.request.tail
     if model.drafter is None or tail is None:
         raise ContractViolation("a speculative prefill was prepared without a drafter")
+    if model.store.spec.history == "rows":
+        model.drafter.absorb(absorb_rows(rows, output.feedback, rows.valid), model.store.groups)
+        return
     before = tail.index_select(0, lanes.slots).unsqueeze(1).to(output.feedback.dtype)
     positions = rows.positions - 1
     model.drafter.absorb(

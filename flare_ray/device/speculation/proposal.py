@@ -15,6 +15,7 @@ from flare_ray.device.sampling.chain import draw
 from flare_ray.device.sampling.coupled import coupled_draws
 from flare_ray.device.sampling.filters import FilterParams, draft_probs
 from flare_ray.device.speculation.lanes import Draws
+from flare_ray.errors import ContractViolation
 
 
 class Proposals:
@@ -27,6 +28,7 @@ class Proposals:
         copies: [B, D] int64 copy tokens, -1 = none; None where the execution has none.
     Attributes:
         tokens: proposed tokens by depth, each [B] int64.
+        forecasts: the drafter's chances by depth, each [B] float32; empty where it makes none.
     """
 
     def __init__(
@@ -34,9 +36,19 @@ class Proposals:
     ) -> None:
         self.q = q
         self.tokens: list[Tensor] = []
+        self.forecasts: list[Tensor] = []
         self._params = params
         self._draws = draws
         self._copies = copies
+
+    def forecast(self, depth: int, confidence: Tensor) -> None:
+        """Keep the drafter's chance [B] float32 for `depth`; see the declaration."""
+        if depth != len(self.tokens) or len(self.forecasts) != depth:
+            raise ContractViolation(
+                f"a forecast for depth {depth} after {len(self.tokens)} drafts and "
+                f"{len(self.forecasts)} forecasts"
+            )
+        self.forecasts.append(confidence)
 
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Proposed tokens [B] int64 at `depth` from logits [B, V] float32; keeps their q."""

@@ -8,7 +8,8 @@
 
 How many drafts a lane offers is decided on the device: K = min(ceiling, W - 1, budget - 1). More
 than budget - 1 could never be emitted beside the target sample, so they are not verified either,
-and the pages a lane touches never reach beyond prompt plus budget.
+and the pages a lane touches never reach beyond prompt plus budget. A packed round verifies P rows
+in all; within those bounds the drafter's forecasts assign them (packing.py).
 
 A width-one round of the speculative family is the same program without 1.'s proposals and 3.'s
 chain; the ordinary family also leaves out every drafter step (contract: R6, C6).
@@ -46,6 +47,7 @@ from flare_ray.device.speculation.commit import (
 from flare_ray.device.speculation.inputs import HostFacts, LaneField, RoundInputs
 from flare_ray.device.speculation.lanes import Draws, Lanes, Planned, open_lanes, round_draws
 from flare_ray.device.speculation.logits import adjusted_logits, count_emitted
+from flare_ray.device.speculation.packing import assigned_prefixes, packed_forward
 from flare_ray.device.speculation.proposal import Proposals
 from flare_ray.device.speculation.record import Emission, write_record
 from flare_ray.device.state.layout import Core, Phase
@@ -100,7 +102,10 @@ def run_round(
     draws = round_draws(lanes, shape.draft_tokens)
     candidates = _draft(model, shape, inputs, scratch, _Stage(lanes, draws, facts))
     rows = _verify_rows(lanes, candidates, scratch.positions)
-    output = model.target.forward(rows, model.store.groups)
+    if shape.packed_capacity:
+        output = packed_forward(model.target, rows, model.store, capacity=shape.packed_capacity)
+    else:
+        output = model.target.forward(rows, model.store.groups)
     work = _Verification(rows, candidates, lanes, draws, facts)
     verdict = _accept(model, output, inputs, scratch, work)
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
@@ -155,6 +160,10 @@ def _draft(
         _propose(model, lanes, sink, depth)
     room = torch.minimum(planned[:, LaneField.CEILING], lanes.field(Core.BUDGET) - 1)
     offered = room.clamp_(0, shape.verify_width - 1)
+    if shape.packed_capacity:
+        offered = assigned_prefixes(
+            sink.forecasts, offered, lanes.active, capacity=shape.packed_capacity
+        )
     if depth == 0:
         return Candidates(planned.new_zeros((planned.shape[0], 0)), offered, None)
     return Candidates(sink.stacked()[:, : shape.verify_width - 1], offered, copies)

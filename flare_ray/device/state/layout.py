@@ -185,7 +185,7 @@ def allocations(spec: StateSpec, limits: StateLimits) -> tuple[Allocation, ...]:
         Allocation("request", "generated_from", (rows,), "int64"),
     ]
     if limits.speculation:
-        result.append(Allocation("request", "tail", (rows, spec.feedback_width), limits.dtype))
+        result.append(Allocation("request", "tail", (rows, spec.tail_width), limits.dtype))
     if limits.publishes:
         vector = (rows, spec.sampling_width)
         result.append(Allocation("request", "sampling_vector", vector, limits.dtype))
@@ -239,5 +239,5 @@ def _kept(
         if group.kind != "page":
             shape = (rows, *published_shape(group))
             yield Allocation(owner, group.name, shape, _dtype(group, limits))
-    yield Allocation(owner, "tail", (rows, spec.feedback_width), limits.dtype)
+    yield Allocation(owner, "tail", (rows, spec.tail_width), limits.dtype)
     yield Allocation(owner, "sampling_vector", (rows, spec.sampling_width), limits.dtype)

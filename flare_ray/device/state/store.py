@@ -38,6 +38,7 @@ class StateStore:
     """Owner of every state tensor of a rank.
 
     Attributes:
+        spec: what was allocated.
         groups: group name -> tensor, what targets and drafters receive as `state`.
         request: request slots.
         publication: publication rows, None unless prepared.
@@ -47,6 +48,7 @@ class StateStore:
 
     def __init__(self, spec: StateSpec, limits: StateLimits) -> None:
         self.limits = limits
+        self.spec = spec
         self.spec_groups = active_groups(spec, limits)
         plan = allocations(spec, limits)
         made = {(a.owner, a.name): self._allocate(a) for a in plan}
@@ -132,7 +134,7 @@ class StateStore:
         self.snapshots.restore(restore.row, restore.slot, self.groups, self.request)
         core = self.request.core[restore.slot]
         core[Core.CONSUMED] = restore.consumed
-        core[Core.DRAFT_POSITION] = restore.consumed - 1 if keeps_pairs else 0
+        core[Core.DRAFT_POSITION] = self.spec.absorbed(restore.consumed) if keeps_pairs else 0
         for group in self.spec_groups:
             if group.kind == "page":
                 pages = self.groups[group.name]
@@ -176,6 +178,6 @@ class StateStore:
                 f"{row[Core.PENDING]}"
             )
         # contract R8; an ordinary program keeps no pairs
-        if row[Core.DRAFT_POSITION] not in (0, max(consumed - 1, 0)):
-            problems.append(f"{row[Core.DRAFT_POSITION]} draft pairs for {consumed} consumed")
+        if row[Core.DRAFT_POSITION] not in (0, self.spec.absorbed(consumed)):
+            problems.append(f"{row[Core.DRAFT_POSITION]} absorbed rows for {consumed} consumed")
         return problems

@@ -16,8 +16,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from flare_ray.device.weights.budget import shard_bounds
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
+from flare_ray.device.weights.formats.mxfp4 import GROUP as MX_GROUP
+from flare_ray.device.weights.formats.mxfp4 import Mxfp4Parts
 from flare_ray.device.weights.formats.nvfp4 import GROUP, Nvfp4Parts
 from flare_ray.device.weights.index import CheckpointIndex, StoredTensor
 from flare_ray.device.weights.manifest import BOTH_FAMILIES, validate_listed
@@ -31,7 +34,8 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The `index`-th of `count` equal parts along `dim`."""
+    """The `index`-th of `count` parts along `dim`, equal unless the spec says which must stay
+    whole."""
 
     dim: int
     index: int
@@ -66,6 +70,7 @@ class RankWeights:
         self._families = frozenset(families)
         self._specs = {spec.name: spec for spec in specs}
         self._weights = validate_listed(index, specs, families=self._families).weights
+        self._folder = index.folder
         self._files: dict[Path, safe_open] = {}
         self._used: set[str] = set()
         self._shared: dict[tuple[str, Split | None, torch.dtype], Tensor] = {}
@@ -88,6 +93,24 @@ class RankWeights:
     def bytes_loaded(self) -> int:
         """Stored bytes read so far, scales included; a tensor read twice counts twice."""
         return self._bytes_loaded
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies, for what it holds beside tensors."""
+        return self._folder
+
+    def spec(self, name: str) -> TensorSpec:
+        """The manifest's line of a name.
+
+        Raises:
+            ContractViolation: the manifest does not list it, or its family is not loaded.
+        """
+        return self._spec(name)
+
+    def is_quantised(self, name: str) -> bool:
+        """Whether a stored tensor is in a quantised format. Raises as `tensor` does."""
+        weight, _ranges = self._ask(name, None)
+        return weight.format is not WeightFormat.PLAIN
 
     def has(self, name: str) -> bool:
         """Whether a listed tensor is stored (tolerated ones may be absent).
@@ -142,7 +165,7 @@ class RankWeights:
 
     def quantised(
         self, name: str, *, split: Split | None = None
-    ) -> Fp8BlockParts | Nvfp4Parts | None:
+    ) -> Fp8BlockParts | Mxfp4Parts | Nvfp4Parts | None:
         """Packed parts of a quantised tensor on the device, or None where it is stored plain.
 
         None does not count as use; ask for the `tensor` then. Raises as `tensor` does.
@@ -197,7 +220,7 @@ class RankWeights:
 
     def _parts(
         self, weight: StoredWeight, ranges: tuple[Range, ...], *, own: bool = False
-    ) -> Fp8BlockParts | Nvfp4Parts:
+    ) -> Fp8BlockParts | Mxfp4Parts | Nvfp4Parts:
         """Parts on the device. Not `own`: for dequantisation at once, so without the activations'
         scale and, on the CPU, without leaving the file's mapped pages."""
         parts = weight.parts
@@ -216,7 +239,12 @@ class RankWeights:
                 (offset[0], offset[1]),
             )
         rows, columns = ranges
-        _refuse_cut_groups(weight, columns)
+        if weight.format is WeightFormat.MXFP4:
+            _refuse_cut_groups(weight, columns, MX_GROUP)
+            packed = self._read(parts["weight"], (rows, _shrunk(columns, 2))).view(torch.uint8)
+            scale = self._read(parts["scale"], (rows, _shrunk(columns, MX_GROUP)))
+            return Mxfp4Parts(self._place(packed, own), self._place(scale.to(torch.float32), own))
+        _refuse_cut_groups(weight, columns, GROUP)
         divides = weight.format is WeightFormat.NVFP4_COMPRESSED
         activation = parts.get("input_scale") if own else None
         return Nvfp4Parts(
@@ -263,23 +291,17 @@ def _ranges(spec: TensorSpec, split: Split | None) -> tuple[Range, ...]:
         return tuple(ranges)
     if not 0 <= split.dim < len(spec.shape) or not 0 <= split.index < split.count:
         raise ContractViolation(f"{spec.name} {list(spec.shape)} has no part {split}")
-    size = spec.shape[split.dim]
-    if size % split.count:
-        raise ConfigError(
-            f"{spec.name}: dimension {split.dim} has {size} entries, which {split.count} ranks "
-            "cannot share equally; choose another tensor_parallel_size"
-        )
-    part = size // split.count
-    ranges[split.dim] = (split.index * part, (split.index + 1) * part)
+    if split.count > 1:
+        ranges[split.dim] = shard_bounds(spec, split.count)[split.index]
     return tuple(ranges)
 
 
-def _refuse_cut_groups(weight: StoredWeight, columns: Range) -> None:
-    if columns[0] % GROUP or columns[1] % GROUP:
+def _refuse_cut_groups(weight: StoredWeight, columns: Range, group: int) -> None:
+    if columns[0] % group or columns[1] % group:
         raise ConfigError(
-            f"{weight.spec.name}: columns {columns[0]} to {columns[1]} cut a group of {GROUP} "
-            "that shares one NVFP4 scale; choose a tensor_parallel_size that leaves a multiple "
-            f"of {GROUP} columns per rank"
+            f"{weight.spec.name}: columns {columns[0]} to {columns[1]} cut a group of {group} "
+            f"that shares one {weight.format} scale; choose a tensor_parallel_size that leaves a "
+            f"multiple of {group} columns per rank"
         )
 
 

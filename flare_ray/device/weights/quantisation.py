@@ -93,7 +93,7 @@ class Declaration:
 
     Attributes:
         method: its quant_method; "" for an unquantised checkpoint.
-        kinds: weight kinds it declares, "fp8_block" and "nvfp4".
+        kinds: weight kinds it declares, "fp8_block", "mxfp4" and "nvfp4".
         mixed: it declares kinds per layer (rule 4).
         block: rows and columns of an FP8 block.
         skipped: modules it leaves unquantised.
@@ -193,7 +193,11 @@ def _read_fp8(config: Mapping[str, Any]) -> tuple[_Declared, list[str]]:
             f"FP8 with weight_block_size {config.get('weight_block_size')!r} is not supported; "
             "use an export with a block, [128, 128]"
         ]
-    return _Declared(frozenset({"fp8_block"}), block=block), []
+    experts = config.get("expert_dtype")
+    if experts not in (None, "fp8", "fp4"):
+        return _Declared(), [f"expert_dtype {experts!r} is not supported; expected fp4 or fp8"]
+    kinds = {"fp8_block", "mxfp4"} if experts == "fp4" else {"fp8_block"}
+    return _Declared(frozenset(kinds), block=block), []
 
 
 def _read_modelopt(config: Mapping[str, Any]) -> tuple[_Declared, list[str]]:

@@ -10,9 +10,13 @@ whole name before the suffix):
     NVFP4, compressed-tensors
                       m.weight_packed, m.weight_scale, m.weight_global_scale (a divisor), optional
                       m.input_global_scale
+    FP8 and MXFP4 with power-of-two scales
+                      m.weight F8_E4M3 [N, K] and m.scale F8_E8M0 per block, or per 32 inputs of one
+                      row; m.weight I8 [N, K / 2] and m.scale F8_E8M0 [N, K / 32]
     plain             m.weight BF16, F16 or F32 (I64 where the spec says so), and none of these
                       companions
-MXFP8, MXFP4, per-tensor FP8, packed integers and compressed block scales are refused by name.
+The same under other names, per-tensor FP8, packed integers and compressed block scales are refused
+by name.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.formats import WeightFormat, mxfp4
 from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK
 from flare_ray.device.weights.formats.nvfp4 import GROUP
 from flare_ray.device.weights.index import StoredTensor
@@ -33,6 +37,9 @@ SCALAR_SHAPES = ((), (1,))
 WEIGHT_SUFFIXES = ("_scale_inv", "_scale", "_scale_2", "_packed", "_global_scale")
 # Names beside `.weight` in the same module.
 INPUT_NAMES = ("input_scale", "input_global_scale")
+POWER_SCALE = "scale"
+"""Beside `.weight`: exponents of power-of-two scales."""
+ROW_BLOCK = (1, mxfp4.GROUP)
 CSF_SUFFIX = "_scale.nvfp4_csf_fixed"
 
 
@@ -55,6 +62,11 @@ class StoredWeight:
     def num_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(part.num_bytes for part in self.parts.values())
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one block scale: exponents take one."""
+        return 1 if "scale" in self.parts and self.parts["scale"].dtype == "F8_E8M0" else 4
 
     @property
     def quantises_activations(self) -> bool:
@@ -82,7 +94,8 @@ def module_of(name: str) -> str:
 def related_names(name: str) -> tuple[str, ...]:
     """Every name under which a tensor or one of its companions may be stored."""
     module = module_of(name)
-    inputs = tuple(f"{module}.{extra}" for extra in INPUT_NAMES) if module != name else ()
+    beside = (*INPUT_NAMES, POWER_SCALE)
+    inputs = tuple(f"{module}.{extra}" for extra in beside) if module != name else ()
     return (name, *(name + suffix for suffix in WEIGHT_SUFFIXES), name + CSF_SUFFIX, *inputs)
 
 
@@ -131,6 +144,9 @@ class _Finder:
         if plain is None:
             lonely = [n for n in related_names(self.spec.name) if n in self.tensors]
             return self._refuse(f"only {', '.join(lonely)} stored", "its weight is missing")
+        if self._power_scale() is not None:
+            by_powers = self._mxfp4 if plain.dtype == "I8" else self._fp8_powers
+            return self._quantised(by_powers, plain)
         if plain.dtype == "U8" or self._get("_scale_2") is not None:
             return self._quantised(self._modelopt_nvfp4, plain)
         if plain.dtype.startswith("F8") or self._get("_scale_inv") is not None:
@@ -139,6 +155,10 @@ class _Finder:
 
     def _get(self, suffix: str) -> StoredTensor | None:
         return self.tensors.get(self.spec.name + suffix)
+
+    def _power_scale(self) -> StoredTensor | None:
+        module = module_of(self.spec.name)
+        return None if module == self.spec.name else self.tensors.get(f"{module}.{POWER_SCALE}")
 
     def _refuse(self, what: str, change: str) -> StoredWeight | None:
         self.problems.append(f"{self.spec.name}: {what}; {change}")
@@ -223,6 +243,37 @@ class _Finder:
         else:
             parts["scale"] = self._check(scale, ("F32", "BF16"), (self._block_grid(),))
         return StoredWeight(self.spec, WeightFormat.FP8_BLOCK, parts, self.block)
+
+    def _fp8_powers(self, weight: StoredTensor) -> StoredWeight | None:
+        """FP8 with exponents per block, or per group of one row's inputs."""
+        scale = self._power_scale()
+        assert scale is not None
+        rows, columns = self.spec.shape
+        by_row = columns % ROW_BLOCK[1] == 0 and scale.shape == (rows, columns // ROW_BLOCK[1])
+        by_row = by_row and scale.shape != self._block_grid()
+        parts = {
+            "weight": self._check(weight, ("F8_E4M3",), (self.spec.shape,)),
+            "scale": self._check(
+                scale, ("F8_E8M0",), (scale.shape if by_row else self._block_grid(),)
+            ),
+        }
+        block = ROW_BLOCK if by_row else self.block
+        return StoredWeight(self.spec, WeightFormat.FP8_BLOCK, parts, block)
+
+    def _mxfp4(self, weight: StoredTensor) -> StoredWeight | None:
+        scale = self._power_scale()
+        assert scale is not None
+        rows, columns = self.spec.shape
+        if columns % mxfp4.GROUP:
+            return self._refuse(
+                f"stored as MXFP4, but its {columns} columns are no multiple of {mxfp4.GROUP}",
+                "store it plain",
+            )
+        parts = {
+            "weight": self._check(weight, ("I8",), ((rows, columns // 2),)),
+            "scale": self._check(scale, ("F8_E8M0",), ((rows, columns // mxfp4.GROUP),)),
+        }
+        return StoredWeight(self.spec, WeightFormat.MXFP4, parts, ROW_BLOCK)
 
     def _block_grid(self) -> tuple[int, ...]:
         return tuple(-(-s // edge) for s, edge in zip(self.spec.shape, self.block, strict=True))

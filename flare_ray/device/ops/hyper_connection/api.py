@@ -91,17 +91,36 @@ class HyperConnection:
 
             x, post, mix = numba.mix_in(streams, self._site)
             return x, StreamMix(post, mix)
+        pre, site = self._coefficients(streams)
+        return collapse(streams, pre), site
+
+    def mix_late(self, streams: Tensor, before: Tensor) -> tuple[Tensor, Tensor, StreamMix]:
+        """As `mix_in`, but the block input takes the coefficients of the site before.
+
+        Args:
+            streams: [R, n, H].
+            before: [R, n] float32, what the last site handed on; one stream's 1 at the first.
+        Returns:
+            (block input [R, H], this site's coefficients [R, n] for the next one, mix_out's).
+        """
+        expect_shape("streams", streams, None, self._n, None)
+        expect_shape("before", before, streams.shape[0], self._n)
+        if self._site is not None and streams.dtype == torch.float32:
+            from flare_ray.device.ops.hyper_connection import numba
+
+            x, pre, post, mix = numba.mix_late(streams, before, self._site)
+            return x, pre, StreamMix(post, mix)
+        pre, site = self._coefficients(streams)
+        return collapse(streams, before), pre, site
+
+    def _coefficients(self, streams: Tensor) -> tuple[Tensor, StreamMix]:
         n = self._n
-        flat = streams.flatten(1)
-        wide = flat.to(torch.float32)
+        wide = streams.flatten(1).to(torch.float32)
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).hypot_(self._floor)
         raw = torch.addcdiv(self._base, torch.mm(wide, self._projection), length)
         gates = torch.sigmoid(raw[:, : 2 * n])
         gates = torch.addcmul(self._offset, gates, self._factor)
-        mix = self._sinkhorn(raw[:, 2 * n :])
-        wide = wide.view_as(streams)
-        x = torch.bmm(gates[:, :n].unsqueeze(1), wide).squeeze(1)
-        return x.to(streams.dtype), StreamMix(gates[:, n:], mix)
+        return gates[:, :n], StreamMix(gates[:, n:], self._sinkhorn(raw[:, 2 * n :]))
 
     def _sinkhorn(self, logits: Tensor) -> Tensor:
         """[R, n * n] -> [R, n, n]."""
@@ -129,6 +148,12 @@ def _compiled_site(projection: Tensor, factor: Tensor, base: Tensor, shape: Sink
     return numba.Site(
         scaled, base.contiguous().clone(), shape.iterations, shape.eps, shape.norm_eps
     )
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """Sum over streams of pre [R, n] float32 times streams [R, n, H], in float32: [R, H]."""
+    mixed = torch.bmm(pre.unsqueeze(1), streams.to(torch.float32)).squeeze(1)
+    return mixed.to(streams.dtype)
 
 
 def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:

@@ -51,37 +51,67 @@ def start(logits, mix, eps):
             mix[i, j] = mix[i, j] / total + eps
 
 
-@kernel("iiiiiiiiiiff")
-def _mix_in(
-    streams, projection, base, block, post, mix, rows, n, hidden, iterations, eps, norm_eps
+@inner
+def coefficients(flat, row, weights, bias, raw, norm_eps):
+    """raw [(2 + n) n] of one row's streams."""
+    line = flat[row]
+    total = np.float32(0.0)
+    for i in range(line.shape[0]):
+        total += line[i] * line[i]
+    scale = np.float32(1.0 / np.sqrt(np.float64(total) / line.shape[0] + norm_eps))
+    for c in range(raw.shape[0]):
+        raw[c] = dot1(flat, weights[c], row) * scale + bias[c]
+
+
+@inner
+def sinkhorn(logits, mix, small, iterations):
+    """Softmax and alternate passes over mix [n, n]."""
+    start(logits, mix, small)
+    divide_columns(mix, small)
+    for _ in range(iterations - 1):
+        divide_columns(mix.T, small)
+        divide_columns(mix, small)
+
+
+@kernel("iiiiiiiiiiiiiff")
+def _mix(
+    streams,
+    projection,
+    base,
+    before,
+    block,
+    pre,
+    post,
+    mix,
+    rows,
+    n,
+    hidden,
+    iterations,
+    late,
+    eps,
+    norm_eps,
 ):
     flat = matrix(streams, rows, n * hidden, np.float32)
     weights = matrix(projection, (2 + n) * n, n * hidden, np.float32)
     bias = vector(base, (2 + n) * n, np.float32)
     blocks, posts = matrix(block, rows, hidden, np.float32), matrix(post, rows, n, np.float32)
+    pres = matrix(pre, rows, n, np.float32)
+    shares = matrix(before, rows, n, np.float32)
     mixes = cube(mix, rows, n, n, np.float32)
     raw = np.empty((2 + n) * n, np.float32)
     small = np.float32(eps)
     for row in range(rows):
+        coefficients(flat, row, weights, bias, raw, norm_eps)
         line = flat[row]
-        total = np.float32(0.0)
-        for i in range(n * hidden):
-            total += line[i] * line[i]
-        scale = np.float32(1.0 / np.sqrt(np.float64(total) / (n * hidden) + norm_eps))
-        for c in range((2 + n) * n):
-            raw[c] = dot1(flat, weights[c], row) * scale + bias[c]
         for c in range(n):
+            pres[row, c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-raw[c])) + small
             posts[row, c] = np.float32(2.0) / (np.float32(1.0) + np.exp(-raw[n + c]))
         blocks[row] = np.float32(0.0)
         for c in range(n):
-            pre = np.float32(1.0) / (np.float32(1.0) + np.exp(-raw[c])) + small
+            share = shares[row, c] if late else pres[row, c]
             for i in range(hidden):
-                blocks[row, i] += pre * line[c * hidden + i]
-        start(raw[2 * n :], mixes[row], small)
-        divide_columns(mixes[row], small)
-        for _ in range(iterations - 1):
-            divide_columns(mixes[row].T, small)
-            divide_columns(mixes[row], small)
+                blocks[row, i] += share * line[c * hidden + i]
+        sinkhorn(raw[2 * n :], mixes[row], small, iterations)
 
 
 @kernel("iiiiiiii")
@@ -101,25 +131,40 @@ def _mix_out(block, streams, post, mix, out, rows, n, hidden):
 
 def mix_in(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """Streams [R, n, H] float32 -> (block input [R, H], post [R, n], mix [R, n, n])."""
+    block, _pre, post, mix = _sites(streams, None, site)
+    return block, post, mix
+
+
+def mix_late(streams: Tensor, before: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mix_in` with the coefficients `before` [R, n]: (block input, pre [R, n], post, mix)."""
+    return _sites(streams, before.contiguous(), site)
+
+
+def _sites(
+    streams: Tensor, before: Tensor | None, site: Site
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams = streams.contiguous()
     rows, n, hidden = streams.shape
-    block, post = torch.empty((rows, hidden)), torch.empty((rows, n))
+    block, pre, post = torch.empty((rows, hidden)), torch.empty((rows, n)), torch.empty((rows, n))
     mix = torch.empty((rows, n, n))
-    _mix_in(
+    _mix(
         streams.data_ptr(),
         site.projection.data_ptr(),
         site.base.data_ptr(),
+        (pre if before is None else before).data_ptr(),
         block.data_ptr(),
+        pre.data_ptr(),
         post.data_ptr(),
         mix.data_ptr(),
         rows,
         n,
         hidden,
         site.iterations,
+        int(before is not None),
         site.eps,
         site.norm_eps,
     )
-    return block, post, mix
+    return block, pre, post, mix
 
 
 def mix_out(block: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe import reference
-from flare_ray.device.ops.moe.reference import Routing
+from flare_ray.device.ops.moe.reference import Rounding, Routing
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
 
 FUSED_EXPERTS_PER_CHOICE = 4
@@ -50,16 +50,27 @@ class Experts:
         shared: shared experts at the end of `weights`.
         top_k: routed experts per row.
         limit: bound of the activation's inputs.
+        rounding: of rows and activations before their products; None = they stay as they are. The
+            compiled form has none.
     """
 
-    def __init__(self, weights: ExpertWeights, *, shared: int, top_k: int, limit: float) -> None:
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        *,
+        shared: int,
+        top_k: int,
+        limit: float,
+        rounding: Rounding | None = None,
+    ) -> None:
         total, double, hidden = weights.gate_up.shape
         expect_shape("down", weights.down, total, double // 2, hidden)
         self._limit = limit
         self._top_k = top_k
         self._shared = shared
         self._held: Any = None
-        if _compiles(weights.down):
+        self._rounding = rounding
+        if rounding is None and _compiles(weights.down):
             from flare_ray.device.ops.moe import numba
 
             self._compiled = numba.chosen_experts
@@ -68,13 +79,13 @@ class Experts:
         routed = total - shared
         if routed <= FUSED_EXPERTS_PER_CHOICE * top_k:
             self._routed = None
-            self._packed: _Packed | None = _Packed(weights, limit)
+            self._packed: _Packed | None = _Packed(weights, limit, rounding)
             self._shares = torch.zeros((1, total), device=weights.down.device)
             self._shares[:, routed:] = 1.0
         else:
             self._routed = ExpertWeights(weights.gate_up[:routed], weights.down[:routed])
             rest = ExpertWeights(weights.gate_up[routed:], weights.down[routed:])
-            self._packed = _Packed(rest, limit) if shared else None
+            self._packed = _Packed(rest, limit, rounding) if shared else None
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Sum over a row's experts of weight times output, plus the shared experts' outputs.
@@ -90,6 +101,8 @@ class Experts:
         """
         expect_shape("experts", experts, x.shape[0], self._top_k)
         expect_shape("weights", weights, x.shape[0], self._top_k)
+        if self._rounding is not None:
+            x = self._rounding(x)
         if self._held is not None:
             return self._compiled(
                 x, self._held, experts, weights, shared=self._shared, limit=self._limit
@@ -107,20 +120,28 @@ class Experts:
         count = held.gate_up.shape[0]
         if x.shape[0] * self._top_k < count:
             return reference.chosen_experts(
-                x, held.gate_up, held.down, Routing(experts, weights), limit=self._limit
+                x,
+                held.gate_up,
+                held.down,
+                Routing(experts, weights),
+                limit=self._limit,
+                rounding=self._rounding,
             )
         shares = weights.new_zeros((x.shape[0], count)).scatter_(1, experts, weights)
-        return reference.all_experts(x, held.gate_up, held.down, shares, limit=self._limit)
+        return reference.all_experts(
+            x, held.gate_up, held.down, shares, limit=self._limit, rounding=self._rounding
+        )
 
 
 class _Packed:
     """Experts side by side as one wide feed-forward."""
 
-    def __init__(self, weights: ExpertWeights, limit: float) -> None:
+    def __init__(self, weights: ExpertWeights, limit: float, rounding: Rounding | None) -> None:
         self._count, self._double, hidden = weights.gate_up.shape
         self._gate_up = Linear(weights.gate_up.reshape(-1, hidden))
         self._down = Linear(weights.down.reshape(-1, hidden).t())
         self._limit = limit
+        self._rounding = rounding
 
     def __call__(self, x: Tensor, shares: Tensor | None) -> Tensor:
         """Outputs [R, H] summed with `shares` [R, count] float32, or with 1."""
@@ -128,4 +149,6 @@ class _Packed:
         active = clamped_swiglu(both, limit=self._limit)
         if shares is not None:
             active.mul_(shares.unsqueeze(-1))
+        if self._rounding is not None:
+            active = self._rounding(active)
         return self._down(active.flatten(1))

@@ -70,6 +70,23 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
     return reference.best_pools(scores, visible, count=count)
 
 
+def candidate_blocks(scores: Tensor, visible: Tensor, *, count: int, size: int) -> Tensor:
+    """Pools in the `count` best blocks of `size` pools, the block of the newest one among them.
+
+    A block is as good as its best visible pool; equal ones go to the lower block.
+
+    Args:
+        scores: [..., P] float32.
+        visible: [...] int64, pools the row may see.
+    Returns:
+        [..., P] bool; blocks without a visible pool are never taken.
+    Raises:
+        ContractViolation: shapes disagree.
+    """
+    expect_shape("visible", visible, *scores.shape[:-1])
+    return reference.candidate_blocks(scores, visible, count=count, size=size)
+
+
 def selected_tokens(pools: Tensor, positions: Tensor, *, pool: int) -> Tensor:
     """Token positions of selected pools and of the row's unfinished pool.
 

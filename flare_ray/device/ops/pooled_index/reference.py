@@ -37,6 +37,23 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
     return order.masked_fill(order >= visible.unsqueeze(-1), -1)
 
 
+def candidate_blocks(scores: Tensor, visible: Tensor, *, count: int, size: int) -> Tensor:
+    """See `api.candidate_blocks`."""
+    pools = scores.shape[-1]
+    place = torch.arange(pools, device=scores.device)
+    masked = scores.masked_fill(place >= visible.unsqueeze(-1), float("-inf"))
+    padded = F.pad(masked, (0, -pools % size), value=float("-inf"))
+    best = padded.unflatten(-1, (-1, size)).amax(-1)
+    blocks = torch.arange(best.shape[-1], device=scores.device)
+    newest = (visible - 1).unsqueeze(-1) // size
+    best = best.masked_fill(blocks == newest, float("inf"))
+    order = torch.sort(best, dim=-1, descending=True, stable=True).indices[..., :count]
+    taken = torch.zeros(best.shape, dtype=torch.bool, device=best.device)
+    taken.scatter_(-1, order, True)
+    taken &= blocks <= newest
+    return taken.repeat_interleave(size, dim=-1)[..., :pools]
+
+
 def selected_tokens(pools: Tensor, positions: Tensor, *, pool: int) -> Tensor:
     """See `api.selected_tokens`."""
     inside = torch.arange(pool, device=pools.device)

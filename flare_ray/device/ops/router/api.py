@@ -1,6 +1,11 @@
-"""Sigmoid routing with a correction bias."""
+"""Routing with a correction bias that chooses and does not weigh.
+
+A score is sigmoid(x) or sqrt(softplus(x)) of the product with the expert's row.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -8,12 +13,20 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.router import reference
 
+Scoring = Literal["sigmoid", "sqrt_softplus"]
+
 COMPILED_ROWS = 32
 """Most rows of the compiled form; a guess: more are better multiplied together."""
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, *, top_k: int, scale: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    scoring: Scoring = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
     """Choose experts by biased scores, weigh them by unbiased ones.
 
@@ -23,6 +36,7 @@ def route(
         bias: [E] float32.
         top_k: experts per row; equal scores go to the lower expert.
         scale: factor on the renormalised weights.
+        scoring: how products become scores.
     Returns:
         (experts [R, top_k] int64, weights [R, top_k] float32).
     Raises:
@@ -34,5 +48,5 @@ def route(
     if few and x.device.type == "cpu" and x.dtype == torch.float32:
         from flare_ray.device.ops.router import numba
 
-        return numba.route(x, weight, bias, top_k=top_k, scale=scale)
-    return reference.route(x, weight, bias, top_k=top_k, scale=scale)
+        return numba.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)
+    return reference.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)

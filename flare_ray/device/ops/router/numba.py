@@ -1,4 +1,4 @@
-"""Sigmoid routing of a few rows on CPU."""
+"""Routing of a few rows on CPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,21 @@ def _choose(scores, bias, chosen, weights, scale):
         weights[place] = weights[place] / (total + np.float32(1e-20)) * np.float32(scale)
 
 
-@kernel("iiiiiiiiif", ordered=True)
-def _run(x, weight, bias, chosen, weights, rows, hidden, experts, top_k, scale):
+@inner_ordered
+def _sigmoid(product):
+    return np.float32(1.0) / (np.float32(1.0) + np.exp(-product))
+
+
+@inner_ordered
+def _root(product):
+    """sqrt(softplus), linear from 20 on as torch has it."""
+    if product > np.float32(20.0):
+        return np.sqrt(product)
+    return np.sqrt(np.log1p(np.exp(product)))
+
+
+@kernel("iiiiiiiiiif", ordered=True)
+def _run(x, weight, bias, chosen, weights, rows, hidden, experts, top_k, softplus, scale):
     values, matrix_rows = (
         matrix(x, rows, hidden, np.float32),
         matrix(weight, experts, hidden, np.float32),
@@ -44,12 +57,18 @@ def _run(x, weight, bias, chosen, weights, rows, hidden, experts, top_k, scale):
     for row in range(rows):
         for expert in range(experts):
             product = dot1(values, matrix_rows[expert], row)
-            scores[expert] = np.float32(1.0) / (np.float32(1.0) + np.exp(-product))
+            scores[expert] = _root(product) if softplus else _sigmoid(product)
         _choose(scores, vector(bias, experts, np.float32), results[row], shares[row], scale)
 
 
 def route(
-    x: Tensor, weight: Tensor, bias: Tensor, *, top_k: int, scale: float
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    scale: float,
+    scoring: str = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
     """As `reference.route`, every operand float32 and contiguous."""
     rows, hidden = x.shape
@@ -65,6 +84,7 @@ def route(
         hidden,
         weight.shape[0],
         top_k,
+        int(scoring == "sqrt_softplus"),
         scale,
     )
     return chosen, weights

@@ -19,8 +19,9 @@ class WeightFormat(enum.StrEnum):
     FP8_BLOCK = "fp8_block"
     NVFP4_MODELOPT = "nvfp4_modelopt"
     NVFP4_COMPRESSED = "nvfp4_compressed_tensors"
+    MXFP4 = "mxfp4"
 
     @property
     def kind(self) -> str:
-        """What a configuration declares: "plain", "fp8_block" or "nvfp4"."""
+        """What a configuration declares: "plain", "fp8_block", "mxfp4" or "nvfp4"."""
         return "nvfp4" if self.value.startswith("nvfp4") else self.value

@@ -1,0 +1,1 @@
+"""Rotary positions on adjacent pairs of trailing channels."""

@@ -1,0 +1,1 @@
+"""Attention over two lists of rows with a learned sink."""
