@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
@@ -45,3 +47,77 @@ class DeviceTable:
         taken = self._part.index_select(0, local).view(*rows.shape, -1)
         # One rank brings each row and the others zeros: their sum is that row exactly.
         return self._comm.all_reduce(taken.masked_fill_(other.unsqueeze(-1), 0.0))
+
+
+class TableRows(Protocol):
+    """This rank's part of a table."""
+
+    def take(self, numbers: Tensor) -> Tensor:
+        """Rows [R, D] in the engine's type, of local numbers [R] int64."""
+
+
+@dataclass(slots=True)
+class PlainRows:
+    """weight: [N, D] in the engine's type."""
+
+    weight: Tensor
+
+    def take(self, numbers: Tensor) -> Tensor:
+        """See `TableRows`."""
+        return self.weight.index_select(0, numbers)
+
+
+@dataclass(slots=True)
+class Fp8Rows:
+    """Rows in E4M3, one scale per group of their channels; dequantised when they are read.
+
+    Attributes:
+        weight: [N, D] float8_e4m3fn.
+        scale: [N, D / group] uint8, biased exponents of powers of two.
+        dtype: of what is handed out.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    def take(self, numbers: Tensor) -> Tensor:
+        """See `TableRows`."""
+        # index_select knows no one-byte floats
+        packed = self.weight.view(torch.uint8).index_select(0, numbers)
+        values = packed.view(torch.float8_e4m3fn).to(torch.float32)
+        exponents = self.scale.index_select(0, numbers).to(torch.int32)
+        scales = (exponents << 23).view(torch.float32).unsqueeze(-1)
+        grouped = values.unflatten(-1, (self.scale.shape[1], -1))
+        return (grouped * scales).flatten(-2).to(self.dtype)
+
+
+class ColumnTable:
+    """A table whose request columns read disjoint runs of rows, divided over the ranks by columns.
+
+    Each rank answers its own columns from its own rows; side by side the answers are the result,
+    bit for bit what one rank would read.
+
+    Args:
+        rows: this rank's part.
+        first_row: number of its first row in the whole table.
+        columns: columns of a request, all ranks together.
+        comm: of the ranks.
+    """
+
+    def __init__(
+        self, rows: TableRows, *, first_row: int, columns: int, comm: Communicator
+    ) -> None:
+        self._rows = rows
+        self._first = first_row
+        self._columns = columns
+        self._comm = comm
+        self._each = columns // comm.size
+        self._start = comm.rank * self._each
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """See `EmbeddingTable.gather`."""
+        expect_shape("rows", rows, None, self._columns)
+        own = rows[:, self._start : self._start + self._each] - self._first
+        taken = self._rows.take(own.reshape(-1)).view(rows.shape[0], -1)
+        return self._comm.all_gather(taken).view(*rows.shape, -1)

@@ -15,14 +15,19 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.layers.feed_forward import FeedForward, MixtureOfExperts, Router
+from flare_ray.device.layers.tables import (
+    ColumnTable,
+    EmbeddingTable,
+    Fp8Rows,
+    PlainRows,
+    TableRows,
+)
 from flare_ray.device.ops.engram.api import NgramRows
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape, mix_out
 from flare_ray.device.ops.key_rounding.api import round_fp4, round_fp4_e4m3, round_fp8
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
-from flare_ray.device.tables.api import ColumnTable, LookupTable
-from flare_ray.device.tables.rows import Fp8Rows, PlainRows, TableRows
 from flare_ray.device.weights.budget import shard_bounds
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
 from flare_ray.device.weights.loader import RankWeights, Split
@@ -342,7 +347,7 @@ def engram_layer(reader: Reader, layer: int) -> EngramLayer:
     )
 
 
-def _table(reader: Reader, name: str) -> LookupTable:
+def _table(reader: Reader, name: str) -> EmbeddingTable:
     comm = reader.comm
     rows = _table_rows(reader, name)
     first, _stop = shard_bounds(reader.weights.spec(name), comm.size)[comm.rank]

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flare_ray.device.layers.tables import EmbeddingTable
 from flare_ray.device.ops.engram.api import NgramRows, gated_write
-from flare_ray.device.tables.api import LookupTable
 from flare_ray.errors import CheckpointError
 from flare_ray.recipes.deepseek_v41.attention import Multiply
 from flare_ray.recipes.deepseek_v41.geometry import EngramShape
@@ -127,7 +127,7 @@ class EngramLayer:
     """
 
     def __init__(
-        self, table: LookupTable, project: Multiply, factor: Tensor, *, eps: float
+        self, table: EmbeddingTable, project: Multiply, factor: Tensor, *, eps: float
     ) -> None:
         self._table = table
         self._project = project
@@ -136,5 +136,5 @@ class EngramLayer:
 
     def __call__(self, streams: Tensor, numbers: Tensor) -> Tensor:
         """Streams [R, n, H] with what rows `numbers` [R, columns] add."""
-        joint = self._project(self._table(numbers))
+        joint = self._project(self._table.gather(numbers).flatten(1))
         return gated_write(streams, joint, self._factor, eps=self._eps)
