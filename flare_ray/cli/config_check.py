@@ -19,6 +19,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from flare_ray.actors.preflight import engine_bundles, total_of
+from flare_ray.cli.knobs import setting_known_as
+from flare_ray.cli.options import SETTINGS
 from flare_ray.config import DeploymentConfig
 from flare_ray.errors import ConfigError
 from flare_ray.recipes import registry
@@ -293,6 +295,9 @@ def _violations(error: ValidationError, prefix: str) -> Iterator[str]:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
+    foreign = setting_known_as(key)
+    if foreign is not None:
+        return f"; here it is engine.{SETTINGS[foreign]}"
     close = difflib.get_close_matches(key, known, n=1)
     if close:
         return f"; did you mean {close[0]}?"

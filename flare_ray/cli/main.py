@@ -15,6 +15,7 @@ from typing import Annotated, Protocol
 import typer
 
 from flare_ray._version import __version__
+from flare_ray.cli.knobs import refuse_foreign
 from flare_ray.cli.options import EngineOptions
 from flare_ray.errors import ConfigError, ContractViolation, FlareError
 
@@ -38,6 +39,10 @@ _KeysFile = Annotated[
         "port may use it.",
         metavar="FILE",
     ),
+]
+_ModelName = Annotated[
+    str | None,
+    typer.Option(help="What clients send as `model`; replaces model_name of the file."),
 ]
 
 
@@ -126,12 +131,13 @@ class Serve(EngineOptions):
 
     file: _File
     keys_file: _KeysFile = None
+    served_model_name: _ModelName = None
 
     def run(self) -> int:
         """Run the server."""
-        from flare_ray.cli.serve import serve_file
+        from flare_ray.cli.serve import HttpOptions, serve_file
 
-        return serve_file(self.file, self, keys_file=self.keys_file)
+        return serve_file(self.file, self, HttpOptions(self.keys_file, self.served_model_name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,13 +148,14 @@ class DebugServe(EngineOptions):
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000
     keys_file: _KeysFile = None
+    served_model_name: _ModelName = None
 
     def run(self) -> int:
         """Run the server."""
-        from flare_ray.cli.serve import Address, debug_serve
+        from flare_ray.cli.serve import Address, HttpOptions, debug_serve
 
-        address = Address(self.host, self.port)
-        return debug_serve(self.source, self, address=address, keys_file=self.keys_file)
+        http = HttpOptions(self.keys_file, self.served_model_name)
+        return debug_serve(self.source, self, http, address=Address(self.host, self.port))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +219,9 @@ class Fetch:
         return 0
 
 
+ENGINE_COMMANDS = ("plan", "serve", "debug-serve")
+
+
 def execute(command: Command, version: bool = False) -> None:
     """Run what the command line library filled in; ends with the command's exit status."""
     raise typer.Exit(command.run())
@@ -262,6 +272,8 @@ for _name, _command in {
 def main() -> None:
     """Entry point: what the user can mend is one message on standard error, and exit status 2."""
     try:
+        if sys.argv[1:2] and sys.argv[1] in ENGINE_COMMANDS:
+            refuse_foreign(sys.argv[2:])
         app(prog_name="flare-ray")
     except ContractViolation:
         # A fault of this project, not of its user: the traceback is the report.

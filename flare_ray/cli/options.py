@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import BaseModel, ValidationError
 
+from flare_ray.cli.knobs import ALIASES
 from flare_ray.config import EngineConfig
 from flare_ray.errors import ConfigError
 from flare_ray.recipes import registry
@@ -82,6 +83,7 @@ def _setting(
     description = text or _CITATION.sub("", description).replace("None =", "without it:")
     return typer.Option(
         flags or _flags(name),
+        *ALIASES.get(name, ()),
         help=f"{description} {note}".strip(),
         show_default=False if default is None else str(default),
         parser=parser,

@@ -68,11 +68,23 @@ class Address(NamedTuple):
         return self.host in ("127.0.0.1", "localhost", "::1")
 
 
-def serve_file(path: Path, options: EngineOptions, *, keys_file: Path | None = None) -> int:
-    """Serve a deployment file on Ray until SIGINT or SIGTERM.
+class HttpOptions(NamedTuple):
+    """Options that are not an engine's; None = not given."""
 
-    Args:
-        keys_file: replaces `ingress.keys_file` of the file.
+    keys_file: Path | None = None
+    served_model_name: str | None = None
+
+    def write_into(self, arguments: dict[str, Any]) -> None:
+        """Replace settings of a deployment."""
+        if self.keys_file is not None:
+            ingress = arguments.get("ingress") or {}
+            arguments["ingress"] = {**ingress, "keys_file": str(self.keys_file.resolve())}
+        if self.served_model_name is not None:
+            arguments["model_name"] = self.served_model_name
+
+
+def serve_file(path: Path, options: EngineOptions, http: HttpOptions) -> int:
+    """Serve a deployment file on Ray until SIGINT or SIGTERM.
     Returns:
         0 after a stop that was asked for.
     Raises:
@@ -82,9 +94,8 @@ def serve_file(path: Path, options: EngineOptions, *, keys_file: Path | None = N
     document = read_document(path)
     for line in apply_options(document, options, name=str(path)):
         typer.echo(f"option replaces {line}")
-    if keys_file is not None:
-        for args in _our_arguments(document):
-            args["ingress"] = {**(args.get("ingress") or {}), "keys_file": str(keys_file.resolve())}
+    for arguments in _our_arguments(document):
+        http.write_into(arguments)
     set_environment(document)
     checked = check_document(document, name=str(path))
     from flare_ray.frontend.app import LocalServe
@@ -206,7 +217,7 @@ class StopSignals:
 
 
 def debug_serve(
-    source: Path, options: EngineOptions, *, address: Address, keys_file: Path | None = None
+    source: Path, options: EngineOptions, http: HttpOptions, *, address: Address
 ) -> int:
     """Serve in this process, without Ray: ranks and controller are threads (contract: G8).
 
@@ -227,9 +238,9 @@ def debug_serve(
     config, lines = debug_config(source, options)
     for line in lines:
         typer.echo(f"option replaces {line}")
-    if keys_file is not None:
-        ingress = config.ingress.model_copy(update={"keys_file": str(keys_file)})
-        config = config.model_copy(update={"ingress": ingress})
+    arguments = config.model_dump(exclude_unset=True)
+    http.write_into(arguments)
+    config = DeploymentConfig.model_validate(arguments)
     settings = load_settings(config)
     core = start_inprocess(
         config.engine, health_timeout_s=config.engine_deployment.health_timeout_s
