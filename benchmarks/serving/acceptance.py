@@ -37,6 +37,8 @@ class AcceptanceJob:
         checkpoint: absolute, replaces the section's.
         depth: drafts of every round.
         temperature: None = the checkpoint's sampling defaults; 0 = greedy.
+        top_p: likewise; 1 = off.
+        reproducible: draw by position (contract: S8).
     """
 
     engine: dict[str, Any]
@@ -45,6 +47,8 @@ class AcceptanceJob:
     depth: int
     max_tokens: int
     temperature: float | None
+    top_p: float | None = None
+    reproducible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +158,11 @@ def _wait(room: threading.Semaphore) -> None:
 def _request(core: EngineCore, prompt: Prompt, job: AcceptanceJob) -> GenerationRequest:
     manifest = core.manifest
     params = SamplingParams(
-        temperature=job.temperature, seed=prompt.seed, max_tokens=job.max_tokens
+        temperature=job.temperature,
+        top_p=job.top_p,
+        seed=prompt.seed,
+        max_tokens=job.max_tokens,
+        reproducible=job.reproducible,
     )
     resolved = resolve(
         params,

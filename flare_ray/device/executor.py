@@ -227,6 +227,7 @@ class RankExecutor:
             max_rules=max(view.num_rules for view in views),
             max_bad_words=max(view.num_bad_words for view in views),
             any_coupled=any(view.coupled for view in views),
+            every_lane_coupled=all(view.coupled for view in views),
             max_top_logprobs=max(view.top_logprobs for view in views),
         )
         return LaneBounds(filters, self._ledger.context_pages(plan), may_publish(plan, views))

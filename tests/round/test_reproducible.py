@@ -112,7 +112,9 @@ def test_drafts_with_noise_of_their_own_lose_most_acceptance(monkeypatch):
     kept = acceptance(sampled(COUPLED, 5))
     monkeypatch.setattr(
         "flare_ray.device.speculation.proposal.coupled_draws",
-        lambda probs, coupling, depth: coupled_draws(probs, coupling, depth + 1000),
+        lambda probs, coupling, depth, *, power: coupled_draws(
+            probs, coupling, depth + 1000, power=power
+        ),
     )
     assert acceptance(sampled(COUPLED, 5)) < 0.7 * kept
 

@@ -35,11 +35,13 @@ class Coupling:
         lanes: [B] bool.
         keys: [B] int64, the SAMPLE keys.
         first: [B] int64, position of the lanes' first row.
+        every_lane: static: no lane draws otherwise.
     """
 
     lanes: Tensor
     keys: Tensor
     first: Tensor
+    every_lane: bool = False
 
 
 def exponentials(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
@@ -49,18 +51,33 @@ def exponentials(keys: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
     return -torch.log((words.to(torch.float64) + 0.5) * _SCALE)
 
 
-def coupled_draws(probs: Tensor, coupling: Coupling, depth: int = 0) -> Tensor:
+def coupled_draws(
+    probs: Tensor, coupling: Coupling, depth: int = 0, *, power: float = 1.0
+) -> Tensor:
     """The draw of every row.
 
     Args:
         probs: [B, W, V] float32.
         depth: static, rows between the lanes' first one and row 0 of `probs`.
+        power: static, exponent of the probabilities; 1 draws from them as they are.
     Returns:
         [B, W] int64; meaningful in the coupled lanes.
     """
+    if probs.device.type == "cpu":
+        from flare_ray.device.sampling import numba
+
+        first = coupling.first + depth if depth else coupling.first
+        return numba.draw_rows(probs, coupling.lanes, coupling.keys, first, power=power)
+    return reference_draws(probs, coupling, depth, power=power)
+
+
+def reference_draws(
+    probs: Tensor, coupling: Coupling, depth: int = 0, *, power: float = 1.0
+) -> Tensor:
+    """`coupled_draws` in torch operators, for CUDA and as the kernel's reference."""
     batch, width, vocabulary = probs.shape
     places = torch.arange(depth, depth + width, device=probs.device)
     positions = (coupling.first.unsqueeze(1) + places).flatten()
     keys = coupling.keys.repeat_interleave(width)
     noise = exponentials(keys, positions, vocabulary).view(batch, width, vocabulary)
-    return (probs.to(torch.float64) / noise).argmax(-1)
+    return (probs.to(torch.float64).pow(power) / noise).argmax(-1)

@@ -1,14 +1,25 @@
-"""The nucleus on CPU: one pass over a row's probabilities per digit, and one to apply it."""
+"""Filters and position-keyed draws on CPU.
+
+The nucleus takes one pass over a row's probabilities per digit, and one to apply it.
+
+A draw makes noise only where it can matter. A token of probability zero needs none, and of the
+others only those that could beat the best so far need its logarithm: -log u > 1 - u, so p / (1 - u)
+bounds p / -log u from above. Equal to `coupled.py` token for token.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from flare_ray.device.ops.numba import inner_ordered, kernel, matrix, vector
+from flare_ray.device.ops.numba import float_rows, inner_ordered, kernel, matrix, vector
 
 _DIGIT_BITS = 10
 _BINS = 1 << _DIGIT_BITS
+_SCALE = 2.0**-32
+_GROUP = 16
+"""Philox blocks made at once: several vectors of 64-bit lanes."""
 
 
 @inner_ordered
@@ -74,3 +85,105 @@ def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     top_p, min_p = top_p.contiguous(), min_p.contiguous()
     _filter(probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), lanes * width, vocabulary, lanes)
     return probs
+
+
+@inner_ordered
+def _philox(key, group, subsequence, words):
+    """`words` [4, _GROUP]: the four words of each block of a group, Philox4x32-10 at counters
+    (block, subsequence)."""
+    mask, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    key_low, key_high = np.uint64(key) & mask, np.uint64(key) >> half
+    low, high = np.uint64(subsequence) & mask, np.uint64(subsequence) >> half
+    start = np.uint64(group * _GROUP)
+    for i in range(_GROUP):
+        words[0, i] = start + np.uint64(i)
+        words[1, i] = 0
+        words[2, i] = low
+        words[3, i] = high
+    for _ in range(10):
+        for i in range(_GROUP):
+            one = words[0, i] * np.uint64(0xD2511F53)
+            two = words[2, i] * np.uint64(0xCD9E8D57)
+            words[0, i] = (two >> half) ^ words[1, i] ^ key_low
+            words[1, i] = two & mask
+            words[2, i] = (one >> half) ^ words[3, i] ^ key_high
+            words[3, i] = one & mask
+        key_low = (key_low + np.uint64(0x9E3779B9)) & mask
+        key_high = (key_high + np.uint64(0xBB67AE85)) & mask
+
+
+@inner_ordered
+def _winner(row, key, position, power, words):
+    """The token whose p ** power (power >= 1) divided by its noise is largest, ties to the lowest
+    id."""
+    best, best_ratio = 0, -1.0
+    size = row.shape[0]
+    for group in range((size + 4 * _GROUP - 1) // (4 * _GROUP)):
+        start = group * 4 * _GROUP
+        end = min(start + 4 * _GROUP, size)
+        highest = np.float32(0.0)
+        for token in range(start, end):
+            highest = max(highest, row[token])
+        if highest <= 0.0:
+            continue
+        _philox(key, group, position + 1, words)
+        for token in range(start, end):
+            place = token - start
+            if row[token] <= 0.0:
+                continue
+            uniform = (np.float64(words[place & 3, place >> 2]) + 0.5) * _SCALE
+            weight = np.float64(row[token])
+            if weight <= best_ratio * (1.0 - uniform):
+                continue
+            if power != 1.0:
+                weight = weight**power
+            ratio = weight / -np.log(uniform)
+            if ratio > best_ratio:
+                best, best_ratio = token, ratio
+    return best
+
+
+@kernel("iiiiiiif", ordered=True)
+def _draw(probs, lanes, keys, first, out, batch, shape, power):
+    """`shape` = rows of a lane * 2**32 + vocabulary."""
+    width, vocabulary = shape >> 32, shape & 0xFFFFFFFF
+    rows = matrix(probs, batch * width, vocabulary, np.float32)
+    coupled = vector(lanes, batch, np.uint8)
+    key, start = vector(keys, batch, np.int64), vector(first, batch, np.int64)
+    tokens = vector(out, batch * width, np.int64)
+    words = np.empty((4, _GROUP), np.uint64)
+    for lane in range(batch):
+        for place in range(width):
+            row = lane * width + place
+            tokens[row] = 0
+            if coupled[lane]:
+                tokens[row] = _winner(rows[row], key[lane], start[lane] + place, power, words)
+
+
+def draw_rows(
+    probs: Tensor, lanes: Tensor, keys: Tensor, first: Tensor, *, power: float
+) -> Tensor:
+    """The draw of every row of the coupled lanes, 0 in the others.
+
+    Args:
+        probs: [B, W, V] float32.
+        lanes: [B] bool; keys: [B] int64; first: [B] int64, position of each lane's row 0.
+        power: exponent of the probabilities, at least 1.
+    Returns:
+        [B, W] int64.
+    """
+    batch, width, vocabulary = probs.shape
+    probs = float_rows(probs, vocabulary)
+    lanes, keys, first = lanes.contiguous(), keys.contiguous(), first.contiguous()
+    out = torch.empty((batch, width), dtype=torch.int64)
+    _draw(
+        probs.data_ptr(),
+        lanes.data_ptr(),
+        keys.data_ptr(),
+        first.data_ptr(),
+        out.data_ptr(),
+        batch,
+        (width << 32) | vocabulary,
+        power,
+    )
+    return out

@@ -61,19 +61,23 @@ def accept_chain(
         Verdict without health: `healthy` is all True here.
     """
     p = target_probs(logits, params)
-    none_offered = (offered == 0).unsqueeze(1)
-    uniforms = torch.where(none_offered, draws.sample, draws.accept)
-    width = logits.shape[1]
-    accepted, token = verify_chain(p, q, drafts, offered, uniforms[:, : width + 1])
-    if draws.coupling is not None:
+    width, coupling = logits.shape[1], draws.coupling
+    if coupling is None or not coupling.every_lane:
+        none_offered = (offered == 0).unsqueeze(1)
+        uniforms = torch.where(none_offered, draws.sample, draws.accept)
+        accepted, token = verify_chain(p, q, drafts, offered, uniforms[:, : width + 1])
+    if coupling is not None:
         # The text is the target's own draws; drafts only say how many of them are known already.
-        own = coupled_draws(p, draws.coupling)
+        own = coupled_draws(p, coupling)
         equal = drafts == own[:, :-1]
         equal &= torch.arange(width - 1, device=p.device) < offered.unsqueeze(1)
         count = equal.to(torch.int64).cumprod(-1).sum(-1)
-        accepted = torch.where(draws.coupling.lanes, count, accepted)
-        last = own.gather(1, accepted.unsqueeze(1)).squeeze(1)
-        token = torch.where(draws.coupling.lanes, last, token)
+        last = own.gather(1, count.unsqueeze(1)).squeeze(1)
+        if coupling.every_lane:
+            accepted, token = count, last
+        else:
+            accepted = torch.where(coupling.lanes, count, accepted)
+            token = torch.where(coupling.lanes, last, token)
     rows = torch.arange(width, device=logits.device)
     padded = torch.nn.functional.pad(drafts, (0, 1))
     tokens = torch.where(rows == accepted.unsqueeze(1), token.unsqueeze(1), padded)
@@ -85,10 +89,10 @@ def sample_rows(
 ) -> Tensor:
     """[B] int64, one draw per lane from logits [B, 1, V] with uniforms [B], or by position."""
     p = target_probs(logits, params)
-    token = draw(p[:, 0], draws)
     if coupling is None:
-        return token
-    return torch.where(coupling.lanes, coupled_draws(p, coupling)[:, 0], token)
+        return draw(p[:, 0], draws)
+    own = coupled_draws(p, coupling)[:, 0]
+    return own if coupling.every_lane else torch.where(coupling.lanes, own, draw(p[:, 0], draws))
 
 
 def masked_logits(logits: Tensor, masks: MaskRows | None) -> Tensor:

@@ -91,6 +91,7 @@ class FilterBounds:
     max_bad_words: int = 0
     max_top_logprobs: int = -1
     any_coupled: bool = False
+    every_lane_coupled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

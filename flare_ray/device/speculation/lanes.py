@@ -35,6 +35,7 @@ class Lanes:
         params: sampling parameters, [B] each.
         page_table: [B, C] int64.
         coupled: [B] bool, lanes of the reproducible mode; None where the host knows of none.
+        all_coupled: static: the host knows that no lane draws otherwise.
     """
 
     active: Tensor
@@ -45,6 +46,7 @@ class Lanes:
     params: FilterParams
     page_table: Tensor
     coupled: Tensor | None = None
+    all_coupled: bool = False
 
     def field(self, name: Core) -> Tensor:
         """[B] int64, one field of the lanes' request state; KEYS and EOS are read from `core`."""
@@ -95,7 +97,10 @@ def open_lanes(request: RequestState, planned: Planned, phase: Phase, facts: Hos
     )
     table = request.page_table[:, : facts.context_pages].index_select(0, slots)
     coupled = sampling[:, Sampling.COUPLED] > 0 if bounds.any_coupled else None
-    return Lanes(active, slots, planned.epoch, core, fields, params, table, coupled)
+    return Lanes(
+        *(active, slots, planned.epoch, core, fields, params, table, coupled),
+        all_coupled=bounds.every_lane_coupled,
+    )
 
 
 @dataclass(slots=True)
@@ -115,7 +120,8 @@ def coupling_of(lanes: Lanes, first: Tensor) -> Coupling | None:
     """The position-keyed draws of lanes whose first row has position `first` [B]."""
     if lanes.coupled is None:
         return None
-    return Coupling(lanes.coupled, lanes.core[:, KEYS][:, RngDomain.SAMPLE], first)
+    keys = lanes.core[:, KEYS][:, RngDomain.SAMPLE]
+    return Coupling(lanes.coupled, keys, first, lanes.all_coupled)
 
 
 def round_draws(lanes: Lanes, depth: int) -> Draws:
