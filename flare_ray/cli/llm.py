@@ -19,6 +19,7 @@ from flare_ray.config import (
     AdmissionConfig,
     EngineConfig,
     PrefixCacheConfig,
+    SamplingConfig,
     SpeculationConfig,
 )
 from flare_ray.contracts.request import SamplingParams
@@ -53,6 +54,7 @@ class EngineSettings(TypedDict, total=False):
     speculation: SpeculationConfig | Mapping[str, Any]
     admission: AdmissionConfig | Mapping[str, Any]
     prefix_cache: PrefixCacheConfig | Mapping[str, Any]
+    sampling: SamplingConfig | Mapping[str, Any]
 
 
 class LLM:

@@ -42,6 +42,8 @@ SETTINGS: dict[str, str] = {
     "prefix_cache_host_bytes": "prefix_cache.host_bytes",
     "prefix_cache_disk_path": "prefix_cache.disk_path",
     "prefix_cache_disk_bytes": "prefix_cache.disk_bytes",
+    "reproducible": "sampling.reproducible",
+    "logprobs": "sampling.logprobs",
     "mtp_draft_tokens": "speculation.draft_tokens",
     "widths": "speculation.widths",
     "token_capacity": "speculation.token_capacity",
@@ -146,6 +148,8 @@ class EngineOptions:
     prefix_cache_host_bytes: Annotated[int | None, _setting("prefix_cache_host_bytes")] = None
     prefix_cache_disk_path: Annotated[str | None, _setting("prefix_cache_disk_path")] = None
     prefix_cache_disk_bytes: Annotated[int | None, _setting("prefix_cache_disk_bytes")] = None
+    reproducible: Annotated[str | None, _setting("reproducible")] = None
+    logprobs: Annotated[str | None, _setting("logprobs")] = None
     mtp_draft_tokens: Annotated[
         int | None,
         _setting(

@@ -12,6 +12,7 @@ from flare_ray.config.engine import (
     AdmissionConfig,
     EngineConfig,
     PrefixCacheConfig,
+    SamplingConfig,
     SpeculationConfig,
 )
 
@@ -22,5 +23,6 @@ __all__ = [
     "EngineDeployment",
     "IngressDeployment",
     "PrefixCacheConfig",
+    "SamplingConfig",
     "SpeculationConfig",
 ]

@@ -130,6 +130,23 @@ class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):
         return self
 
 
+class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
+    """How requests are sampled and reported where they leave it open."""
+
+    reproducible: Literal["on_request", "seeded", "always"] = Field(
+        "seeded",
+        description="Which requests draw by position, so that their text depends on neither width, "
+        "batch nor drafts (contract: S4, S8), where they do not say themselves: none, those with a "
+        "seed, or all.",
+    )
+    logprobs: Literal["raw", "processed"] = Field(
+        "raw",
+        description="What log-probabilities describe: raw = the model's own distribution; "
+        "processed = the one drawn from, after penalties, bias, bans, grammar, temperature and "
+        "filters. Those of prompts are always raw.",
+    )
+
+
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     """One engine: a checkpoint served by `tensor_parallel_size` ranks on one node."""
 
@@ -197,6 +214,9 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
 
     prefix_cache: PrefixCacheConfig = Field(
         default_factory=PrefixCacheConfig, description="Reuse of prefixes."
+    )
+    sampling: SamplingConfig = Field(
+        default_factory=SamplingConfig, description="Reproducible texts and log-probabilities."
     )
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import msgspec
 
@@ -13,12 +14,17 @@ MANIFEST_VERSION = 1
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint's generation defaults (contract: S3)."""
+    """The checkpoint's generation defaults (contract: S3), and the deployment's.
+
+    Attributes:
+        reproducible: which requests draw by position if they do not say (contract: S4).
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    reproducible: Literal["on_request", "seeded", "always"] = "on_request"
 
 
 class ByteBudget(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +53,7 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
         state_layout: digest of what a snapshot consists of: names, shapes and types.
         snapshots_inside_rounds: a snapshot may lie at any accepted row of a round, not only at its
             last one.
+        processed_logprobs: reported log-probabilities are those of the distribution drawn from.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
     """
 
@@ -75,6 +82,7 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     snapshots_inside_rounds: bool = True
     host_cache_bytes: int = 0
     state_layout: str = ""
+    processed_logprobs: bool = False
 
 
 def manifest_json(manifest: PreparedManifest) -> bytes:

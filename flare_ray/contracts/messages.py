@@ -27,6 +27,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
         tokens: visible token ids, in order; tokens that might still begin a stop string are held
             back.
         scores: one per token where the request asked for log-probabilities, else empty.
+        prompt_scores: of the next prompt tokens, in order, where the request asked for them; the
+            prompt's first token has none.
         trim_bytes: bytes to drop from the end of the *last* token's text (a stop ended inside it).
     """
 
@@ -34,6 +36,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
     tokens: tuple[int, ...]
     trim_bytes: int = 0
     scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -42,7 +45,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     Attributes:
         reason: "stop" (EOS, stop string or stop token) or "length".
         completion_tokens: generated tokens through the one that ended the request, EOS included.
-        stop_reason: the stop string or stop token id that matched, or None.
+        stop_reason: the stop string, token id or token sequence that matched, or None.
         drafts_offered / drafts_accepted / rounds: speculation totals of this request.
         cached_tokens: prompt tokens that were restored from a prefix snapshot.
     """
@@ -51,7 +54,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     reason: str
     prompt_tokens: int
     completion_tokens: int
-    stop_reason: str | int | None = None
+    stop_reason: str | int | tuple[int, ...] | None = None
     drafts_offered: int = 0
     drafts_accepted: int = 0
     rounds: int = 0

@@ -10,7 +10,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling as a user writes it; None means the checkpoint's default (contract: S3).
 
     Temperature 0 means greedy: it is run as top-k 1 under the same sampler (contract: S2).
-    `logit_bias` pairs token ids with addends; `bad_words` are token sequences.
+    `logit_bias` pairs token ids with addends; `bad_words` and `stop_token_sequences` are token
+    sequences. `reproducible` None leaves it to the deployment whether a `seed` makes the text
+    independent of width, batch and drafts (contract: S4, S8). `logprobs` and `prompt_logprobs` ask
+    for log-probabilities with that many alternatives (contract: K4).
     """
 
     temperature: float | None = None
@@ -29,7 +32,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
-    reproducible: bool = False
+    reproducible: bool | None = None
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +80,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         include_stop: whether the matched stop bytes stay visible.
         stop_token_ids: host-visible stop tokens; hidden from the output like an EOS.
         ignore_eos: the checkpoint's EOS set does not end this request.
+        stop_sequences: token sequences that end the output, hidden like a stop string.
         top_logprobs: alternatives reported with every token's log-probability; -1 = neither.
+        prompt_logprobs: likewise of every prompt token but the first.
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
             consumer.
         priority: lower runs earlier; arrival order among equals.
@@ -90,7 +98,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
     reply_to: str = ""
     priority: int = 0
     deadline_s: float = 0.0

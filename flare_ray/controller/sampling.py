@@ -16,6 +16,7 @@ from flare_ray.contracts.plan import (
     MAX_BAD_WORDS,
     MAX_EOS_IDS,
     MAX_LOGIT_RULES,
+    MAX_TOP_LOGPROBS,
     LogitRule,
 )
 from flare_ray.contracts.request import GenerationRequest, SamplingParams, SamplingSpec
@@ -29,6 +30,8 @@ smaller could only overflow."""
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 1024
 """Bounds of the held-back text and of the search per round."""
+MAX_STOP_SEQUENCES = 16
+MAX_STOP_SEQUENCE_TOKENS = 64
 MAX_STOP_TOKEN_IDS = 96
 MAX_LOGIT_BIAS = MAX_LOGIT_RULES - MAX_STOP_TOKEN_IDS - MAX_EOS_IDS
 """Biased tokens; min_tokens needs a rule for each token that could end the output."""
@@ -47,6 +50,9 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True):
     include_stop: bool
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    top_logprobs: int = -1
+    prompt_logprobs: int = -1
 
 
 def resolve(
@@ -61,7 +67,8 @@ def resolve(
 
     Temperature 0, and any below GREEDY_BELOW_TEMPERATURE, becomes top-k 1 at temperature 1: the
     sampler is then deterministic. top_k -1, 0 or >= vocab_size switches the filter off.
-    max_tokens None means all that the context leaves.
+    max_tokens None means all that the context leaves. A request that leaves `reproducible` open runs
+    as the deployment says: by default so if it gives a seed (contract: S4).
 
     Args:
         prompt_tokens: length of the prompt.
@@ -82,6 +89,9 @@ def resolve(
         include_stop=params.include_stop_str_in_output,
         stop_token_ids=_stop_token_ids(params.stop_token_ids, vocab_size),
         ignore_eos=params.ignore_eos,
+        stop_sequences=_stop_sequences(params.stop_token_sequences, vocab_size),
+        top_logprobs=_alternatives("logprobs", params.logprobs),
+        prompt_logprobs=_alternatives("prompt_logprobs", params.prompt_logprobs),
     )
 
 
@@ -123,8 +133,26 @@ def _sampling_spec(
         logit_bias=_logit_bias(params.logit_bias, vocab_size),
         min_tokens=params.min_tokens,
         bad_words=_bad_words(params.bad_words, vocab_size),
-        reproducible=params.reproducible,
+        reproducible=_reproducible(params, defaults),
     )
+
+
+def _reproducible(params: SamplingParams, defaults: SamplingDefaults) -> bool:
+    if params.reproducible is not None:
+        return params.reproducible
+    if defaults.reproducible == "seeded":
+        return params.seed is not None
+    return defaults.reproducible == "always"
+
+
+def _alternatives(param: str, value: int | None) -> int:
+    if value is None:
+        return -1
+    if not 0 <= value <= MAX_TOP_LOGPROBS:
+        raise InvalidRequest(
+            f"{param} must lie between 0 and {MAX_TOP_LOGPROBS}, got {value}", param=param
+        )
+    return value
 
 
 def logit_rules(request: GenerationRequest, eos_ids: tuple[int, ...]) -> tuple[LogitRule, ...]:
@@ -293,3 +321,25 @@ def _stop_token_ids(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
                 param="stop_token_ids",
             )
     return tuple(ids)
+
+
+def _stop_sequences(
+    sequences: tuple[tuple[int, ...], ...], vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    param = "stop_token_sequences"
+    if len(sequences) > MAX_STOP_SEQUENCES:
+        raise InvalidRequest(
+            f"at most {MAX_STOP_SEQUENCES} {param} are taken, got {len(sequences)}", param=param
+        )
+    for sequence in sequences:
+        if not 1 <= len(sequence) <= MAX_STOP_SEQUENCE_TOKENS:
+            raise InvalidRequest(
+                f"{param}: a sequence may have 1 to {MAX_STOP_SEQUENCE_TOKENS} tokens, got "
+                f"{len(sequence)}",
+                param=param,
+            )
+        if not all(0 <= token < vocab_size for token in sequence):
+            raise InvalidRequest(
+                f"{param}: token ids must lie in 0..{vocab_size - 1}", param=param
+            )
+    return tuple(tuple(sequence) for sequence in sequences)

@@ -10,9 +10,11 @@ identically whatever the number of tokens per round:
    may begin and end inside tokens. Visible is what stands before it, or through its end if the
    request includes stops.
    A string that is complete within the first `min_tokens` tokens is passed over.
-3. `max_tokens` generated tokens end it.
+3. A stop sequence of token ids likewise, at its last token; a string that is complete in the same
+   token came first.
+4. `max_tokens` generated tokens end it.
 
-A token whose bytes may belong to a stop string that is not complete yet is held back; it is handed
+A token that may belong to a stop string or sequence that is not complete yet is held back; it is handed
 out as soon as it cannot, or when the output ends otherwise. Whole tokens are handed out; where a
 stop ends inside the last one, `trim_bytes` says how many of its bytes to drop.
 """
@@ -32,12 +34,12 @@ class End:
 
     Attributes:
         completion_tokens: generated tokens through the ending one, EOS included.
-        stop_reason: stop string or stop token id that matched; None for EOS and length.
+        stop_reason: stop string, token id or token sequence that matched; None for EOS and length.
     """
 
     reason: Literal["stop", "length"]
     completion_tokens: int
-    stop_reason: str | int | None = None
+    stop_reason: str | int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,18 @@ class _Held:
 
 
 class _Pattern:
-    """One stop string, searched byte by byte across chunks (Knuth, Morris and Pratt 1977).
+    """One stop, searched item by item across chunks (Knuth, Morris and Pratt 1977): the bytes of a
+    string, or a sequence of tokens.
 
-    `matched` is the length of the longest end of the output that begins the string.
+    `matched` is the length of the longest end of the output that begins the stop.
     """
 
     __slots__ = ("_fallback", "matched", "text")
 
-    def __init__(self, text: bytes) -> None:
+    def __init__(self, text: Sequence[int]) -> None:
         self.text = text
         self.matched = 0
-        # fallback[n]: longest proper border of the first n + 1 bytes.
+        # fallback[n]: longest proper border of the first n + 1 items.
         self._fallback = [0] * len(text)
         border = 0
         for place in range(1, len(text)):
@@ -78,18 +81,18 @@ class _Pattern:
             border += text[place] == text[border]
             self._fallback[place] = border
 
-    def scan(self, chunk: bytes, ignored: int = 0) -> int:
-        """Bytes of `chunk` through the end of the first match; 0 = none yet.
+    def scan(self, chunk: Sequence[int], ignored: int = 0) -> int:
+        """Items of `chunk` through the end of the first match; 0 = none yet.
 
-        A match that ends within the first `ignored` bytes is passed over.
+        A match that ends within the first `ignored` items is passed over.
         """
         if not self.matched and self.text[0] not in chunk:
             return 0
         matched, text = self.matched, self.text
-        for place, byte in enumerate(chunk, start=1):
-            while matched and text[matched] != byte:
+        for place, item in enumerate(chunk, start=1):
+            while matched and text[matched] != item:
                 matched = self._fallback[matched - 1]
-            if text[matched] == byte:
+            if text[matched] == item:
                 matched += 1
                 if matched == len(text):
                     if place > ignored:
@@ -97,6 +100,21 @@ class _Pattern:
                     matched = self._fallback[matched - 1]
         self.matched = matched
         return 0
+
+
+def _first_match(
+    patterns: Sequence[_Pattern], chunk: Sequence[int], ignored: int
+) -> tuple[_Pattern | None, int]:
+    """The stop that is complete first in `chunk`, the longest of several, and items through its
+    end."""
+    best, best_end = None, 0
+    for pattern in patterns:
+        end = pattern.scan(chunk, ignored)
+        if not end:
+            continue
+        if best is None or (end, -len(pattern.text)) < (best_end, -len(best.text)):
+            best, best_end = pattern, end
+    return best, best_end
 
 
 class OutputStops:
@@ -116,6 +134,7 @@ class OutputStops:
         "_max_tokens",
         "_min_tokens",
         "_patterns",
+        "_sequences",
         "_token_bytes",
         "_total_bytes",
         "generated_tokens",
@@ -128,6 +147,7 @@ class OutputStops:
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
         self._enders = self._eos_ids.union(request.stop_token_ids)
         self._patterns = tuple(map(_Pattern, request.stop))
+        self._sequences = tuple(map(_Pattern, request.stop_sequences))
         self._include_stop = request.include_stop
         self._max_tokens = request.max_tokens
         self._min_tokens = request.sampling.min_tokens
@@ -141,13 +161,13 @@ class OutputStops:
         body = self._through_budget(tokens)
         ender = self._first_ender(body)
         text = body[:ender] if ender >= 0 else body
-        if self._patterns:
+        if self._patterns or self._sequences:
             stopped = self._match(text, before)
             if stopped is not None:
                 return stopped
         self.generated_tokens = before + len(text)
         end = self._plain_end(body[ender] if ender >= 0 else None)
-        if not self._patterns:
+        if not self._patterns and not self._sequences:
             return Visible(tuple(text), 0, end)
         return Visible(self._release(everything=end is not None), 0, end)
 
@@ -173,28 +193,35 @@ class OutputStops:
         return None
 
     def _match(self, tokens: Sequence[int], generated_before: int) -> Visible | None:
-        """Append `tokens` to the held ones and end the output if a stop string is complete."""
-        start = self._total_bytes
+        """Append `tokens` to the held ones and end the output if a stop is complete."""
+        start, held_before = self._total_bytes, len(self._held)
         chunk = self._append(tokens)
         early = max(0, min(self._min_tokens - generated_before, len(tokens)))
         ignored = sum(len(self._token_bytes[token]) for token in tokens[:early]) if early else 0
-        best: _Pattern | None = None
-        best_end = len(chunk) + 1
-        for pattern in self._patterns:
-            length = pattern.scan(chunk, ignored)
-            longer = best is not None and len(pattern.text) > len(best.text)
-            if length and (length < best_end or (length == best_end and longer)):
-                best, best_end = pattern, length
-        if best is None:
+        string, string_bytes = _first_match(self._patterns, chunk, ignored)
+        sequence, sequence_tokens = _first_match(self._sequences, tokens, early)
+        if string is None and sequence is None:
             return None
-        stop_end = start + best_end
-        visible_end = stop_end if self._include_stop else stop_end - len(best.text)
-        ending = next(place for place, held in enumerate(self._held) if held.end >= stop_end)
-        held_before = len(self._held) - len(tokens)
+        stop_end = start + string_bytes
+        places = enumerate(self._held[held_before:], start=held_before)
+        ending = next((place for place, held in places if held.end >= stop_end), -1)
+        if sequence is not None:
+            last = held_before + sequence_tokens - 1
+            if string is None or last < ending:
+                return self._end_by_sequence(sequence, last, generated_before + sequence_tokens)
+        assert string is not None
+        visible_end = stop_end if self._include_stop else stop_end - len(string.text)
         self.generated_tokens = generated_before + ending + 1 - held_before
         visible, trim_bytes = self._cut(ending, visible_end)
-        end = End("stop", self.generated_tokens, best.text.decode(errors="replace"))
-        return Visible(visible, trim_bytes, end)
+        reason = bytes(string.text).decode(errors="replace")
+        return Visible(visible, trim_bytes, End("stop", self.generated_tokens, reason))
+
+    def _end_by_sequence(self, sequence: _Pattern, last: int, generated: int) -> Visible:
+        """The end by a sequence whose last token is held number `last`; all of it is held."""
+        self.generated_tokens = generated
+        end = last + 1 if self._include_stop else last + 1 - len(sequence.text)
+        visible = tuple(held.token for held in self._held[:end])
+        return Visible(visible, 0, End("stop", generated, tuple(sequence.text)))
 
     def _append(self, tokens: Sequence[int]) -> bytes:
         pieces = []
@@ -225,10 +252,13 @@ class OutputStops:
         """Hand out tokens in order, up to the first that may be part of a stop string."""
         count = len(self._held)
         if not everything:
-            clear = self._total_bytes - max(pattern.matched for pattern in self._patterns)
+            matched = max((pattern.matched for pattern in self._patterns), default=0)
+            clear = self._total_bytes - matched
+            begun = max((pattern.matched for pattern in self._sequences), default=0)
             count = next(
                 (place for place, held in enumerate(self._held) if held.end > clear), count
             )
+            count = min(count, len(self._held) - begun)
         released = tuple(held.token for held in self._held[:count])
         del self._held[:count]
         return released

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import msgspec
 import torch
 
 from flare_ray.config import EngineConfig
@@ -166,7 +167,11 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         speculation=options.speculative,
         copy_inputs=options.speculative and recipe.speculation.copy_inputs,
         eos_ids=_eos_ids(geometry.eos_ids, generation),
-        sampling_defaults=_sampling_defaults(recipe.sampling_defaults, generation),
+        sampling_defaults=msgspec.structs.replace(
+            _sampling_defaults(recipe.sampling_defaults, generation),
+            reproducible=config.sampling.reproducible,
+        ),
+        processed_logprobs=config.sampling.logprobs == "processed",
         shapes=shapes,
         budget=ByteBudget(
             weights_bytes=rank_weight_bytes(

@@ -68,6 +68,8 @@ def test_every_row_of_the_table_is_an_option():
         ("prefill_tokens", 64),
         ("prefix_cache", False),
         ("prefix_cache_bytes", 4096),
+        ("reproducible", "always"),
+        ("logprobs", "processed"),
         ("mtp_draft_tokens", 3),
         ("widths", (1, 2, 4)),
         ("token_capacity", 64),

@@ -156,6 +156,7 @@ def test_stop_across_a_multibyte_character_matches_bytes():
 
 
 TABLE = [b"", b"a", b"b", b"ab", b"ba", b"aab", b"bbb", b"c", b"abcab", b"", b"\xe2", b"\x82\xac"]
+_SEQUENCE = st.lists(st.sampled_from([1, 2, 3, 9]), min_size=1, max_size=3).map(tuple)
 
 
 @st.composite
@@ -170,6 +171,8 @@ def outputs(draw):
         "chunks": draw(st.lists(st.integers(1, 8), min_size=40, max_size=40)),
         "stop": tuple(draw(st.lists(stop, max_size=3))),
         "stop_ids": tuple(draw(st.lists(ids, max_size=1))),
+        "sequences": tuple(draw(st.lists(_SEQUENCE, max_size=2))),
+        "min_tokens": draw(st.sampled_from([0, 0, 1, 3, 9])),
         "eos": tuple(draw(st.lists(ids, max_size=1))),
         "include_stop": draw(st.booleans()),
         "max_tokens": draw(st.integers(1, 45)),
@@ -185,6 +188,8 @@ def test_any_chunking_equals_the_one_shot_reference(case):
         stop=case["stop"],
         include_stop=case["include_stop"],
         stop_token_ids=case["stop_ids"],
+        stop_sequences=case["sequences"],
+        min_tokens=case["min_tokens"],
     )
     deltas, end = play(stops, case["tokens"], case["chunks"])
     text, reason, stop_reason, count = one_shot(
@@ -194,6 +199,8 @@ def test_any_chunking_equals_the_one_shot_reference(case):
             eos=case["eos"],
             strings=case["stop"],
             ids=case["stop_ids"],
+            sequences=case["sequences"],
+            min_tokens=case["min_tokens"],
             include=case["include_stop"],
             max_tokens=case["max_tokens"],
         ),
@@ -203,6 +210,7 @@ def test_any_chunking_equals_the_one_shot_reference(case):
         held = text[len(text_of(deltas, TABLE)) :]
         assert text.startswith(text_of(deltas, TABLE))
         longest = max(map(len, case["stop"]), default=1)
+        longest += 3 * max(map(len, TABLE)) * bool(case["sequences"])
         assert len(held) < longest + max(map(len, TABLE))
     else:
         assert (end.reason, end.stop_reason, end.completion_tokens) == (reason, stop_reason, count)
@@ -219,6 +227,8 @@ def test_visible_tokens_and_trim_do_not_depend_on_the_width(case, width):
             stop=case["stop"],
             include_stop=case["include_stop"],
             stop_token_ids=case["stop_ids"],
+            stop_sequences=case["sequences"],
+            min_tokens=case["min_tokens"],
         )
         deltas, end = play(stops, case["tokens"], in_rounds(size, 40))
         tokens = sum((tokens for tokens, _ in deltas), ())
@@ -256,3 +266,25 @@ def test_stop_that_overlaps_one_passed_over_is_found(width):
     deltas, end = play(stops, [0] * 8, in_rounds(width, 8))
     assert end.completion_tokens == 4
     assert text_of(deltas, [b"A"]) == b"AA"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("include", "shown"), [(False, (0,)), (True, (0, 1, 2))])
+def test_stop_sequence_ends_the_output_across_rounds(width, include, shown):
+    stops = stops_of(LETTERS, stop_sequences=((1, 2),), include_stop=include)
+    deltas, end = play(stops, [0, 1, 2, 3], in_rounds(width, 4))
+    assert sum((tokens for tokens, _ in deltas), ()) == shown
+    assert (end.reason, end.stop_reason, end.completion_tokens) == ("stop", (1, 2), 3)
+
+
+def test_begun_stop_sequence_is_held_back_and_released():
+    deltas, end = play(stops_of(LETTERS, stop_sequences=((1, 2, 4),)), [0, 1, 2, 3], [1] * 4)
+    assert [tokens for tokens, _ in deltas] == [(0,), (), (), (1, 2, 3)]
+    assert end is None
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_string_wins_over_a_sequence_that_is_complete_in_the_same_token(width):
+    stops = stops_of(LETTERS, stop=(b"C",), stop_sequences=((1, 2),))
+    deltas, end = play(stops, [0, 1, 2], in_rounds(width, 3))
+    assert (text_of(deltas, LETTERS), end.stop_reason) == (b"AB", "C")
