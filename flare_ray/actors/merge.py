@@ -188,7 +188,7 @@ class RoundMerger:
                     rank=-1,
                     round_id=entry.round_id,
                 )
-        lanes = unpack_rows(first.rows, first.scores)
+        lanes = unpack_rows(first.rows, first.scores, first.prompt_scores)
         if len(lanes) != entry.num_lanes:
             raise RankFailure(
                 f"rank 0 returned {len(lanes)} records for the {entry.num_lanes} lanes of round "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from flare_ray.contracts.record import TokenScore
+
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one request.
@@ -44,7 +46,9 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
         text: visible text; tags of the chat format (reasoning, tool calls) stay in it.
         token_ids: visible tokens; `text` may end inside the last one, where a stop string began.
         finish_reason: "stop" or "length".
-        stop_reason: the stop string or stop token id that matched, or None.
+        stop_reason: the stop string, token id or token sequence that matched, or None.
+        logprobs: one per token of `token_ids`, None where not asked for.
+        prompt_logprobs: one per prompt token, None in place of the first; None where not asked for.
     """
 
     prompt: str | None
@@ -52,9 +56,11 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    stop_reason: str | int | None
+    stop_reason: str | int | tuple[int, ...] | None
     usage: Usage
     speculation: Speculation
+    logprobs: tuple[TokenScore, ...] | None = None
+    prompt_logprobs: tuple[TokenScore | None, ...] | None = None
 
 
 class StreamOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from flare_ray.cli.outputs import RequestOutput, Speculation, StreamOutput, Usag
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Delta, Failed, Finished, StreamItem
+from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest, SamplingParams
 from flare_ray.controller.loop import ControllerStats
 from flare_ray.controller.sampling import resolve
@@ -110,9 +111,14 @@ class Collector:
         self._detokenizer = IncrementalDetokenizer(token_bytes)
         self._text: list[str] = []
         self._tokens: list[int] = []
+        self._scores: list[TokenScore] = []
+        self._prompt_scores: tuple[TokenScore, ...] = ()
 
     def add(self, delta: Delta) -> StreamOutput:
         """Append newly visible tokens."""
+        self._scores += delta.scores
+        if delta.prompt_scores:
+            self._prompt_scores = delta.prompt_scores
         text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
         self._text.append(text)
         self._tokens += delta.tokens
@@ -122,11 +128,14 @@ class Collector:
         """The last part, which carries the whole generation."""
         rest = self._detokenizer.finish()
         self._text.append(rest)
+        request = self.job.request
         output = RequestOutput(
             prompt=self.job.prompt,
             prompt_token_ids=self.job.request.prompt_tokens,
             text="".join(self._text),
             token_ids=tuple(self._tokens),
+            logprobs=tuple(self._scores) if request.top_logprobs >= 0 else None,
+            prompt_logprobs=(None, *self._prompt_scores) if request.prompt_logprobs >= 0 else None,
             finish_reason=item.reason,
             stop_reason=item.stop_reason,
             usage=Usage(prompt_tokens=item.prompt_tokens, completion_tokens=item.completion_tokens),
@@ -198,6 +207,9 @@ class Runner:
             include_stop=resolved.include_stop,
             stop_token_ids=resolved.stop_token_ids,
             ignore_eos=resolved.ignore_eos,
+            stop_sequences=resolved.stop_sequences,
+            top_logprobs=resolved.top_logprobs,
+            prompt_logprobs=resolved.prompt_logprobs,
         )
         return Job(prompt, request)
 

@@ -61,6 +61,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
             others; at most MAX_BAD_WORDS of 1 .. MAX_BAD_WORD_TOKENS tokens.
         top_logprobs: alternatives whose log-probabilities are reported with every generated token,
             at most MAX_TOP_LOGPROBS; -1 = none are reported (contract: K4).
+        prompt_logprobs: likewise of prompt tokens, in a scored prefill.
         seen: bit t % 8 of byte t // 8 set = token t occurs in the part of the prompt that a restore
             brings; needed under repetition != 1, since no program consumes that part.
         coupled: every token is the target's own draw with noise keyed by seed, position and token
@@ -93,6 +94,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     coupled: bool = False
     generated_from: int = ALWAYS
     output: bytes = b""
+    prompt_logprobs: int = -1
 
     @property
     def penalised(self) -> bool:
@@ -177,6 +179,8 @@ class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
         final: the chunk ends the prompt: sample the first output token, which becomes pending.
         pending: token to make pending instead of sampling (resume after preemption); -1 = sample.
         mask_row: mask for the first sampled token; -1 = unconstrained.
+        next_token: the prompt's token behind the chunk, which a scored prefill scores at the
+            chunk's last row; -1 = none.
     """
 
     slot: int
@@ -186,6 +190,7 @@ class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
     final: bool
     pending: int = -1
     mask_row: int = -1
+    next_token: int = -1
 
 
 class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):

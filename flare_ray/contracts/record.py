@@ -67,7 +67,8 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
 
     consumed, generated and budget_left are values *after* the round; drafted, offered, accepted,
     emitted belong to it. `scores` holds their log-probabilities where the request asked for them
-    (`unpack_scores`). `copy_bits` bit k = draft k was a copy; `draft_position` = pairs in the
+    (`unpack_scores`), `prompt_scores` those of the prompt tokens behind a scored prefill's rows.
+    `copy_bits` bit k = draft k was a copy; `draft_position` = pairs in the
     drafter's cache.
     """
 
@@ -89,11 +90,13 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
     checksum: int
     tokens: tuple[int, ...]
     scores: bytes = b""
+    prompt_scores: bytes = b""
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one generated token under the model's own distribution: before penalties,
-    rules, masks, temperature and filters (contract: K4).
+    """Log-probability of one token (contract: K4): under the model's own distribution, before
+    penalties, rules, masks, temperature and filters; under the one drawn from where the deployment
+    says `logprobs: processed`.
 
     Attributes:
         top_ids / top_logprobs: the most probable tokens, best first, ties to the lowest id.
@@ -114,6 +117,7 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
         elapsed_ns: device program time of this round (host clock around the program on CPU).
         scores: rank 0: packed `TokenScore`s per lane in plan order, b"" where none were asked for;
             empty where no lane asked.
+        prompt_scores: likewise of prompt tokens.
         error: "" or the rank's own failure text; a reply with an error is its last.
     """
 
@@ -124,16 +128,21 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     rows: tuple[int, ...] = ()
     error: str = ""
     scores: tuple[bytes, ...] = ()
+    prompt_scores: tuple[bytes, ...] = ()
 
 
-def unpack_rows(rows: tuple[int, ...], scores: tuple[bytes, ...] = ()) -> tuple[LaneRecord, ...]:
+def unpack_rows(
+    rows: tuple[int, ...], scores: tuple[bytes, ...] = (), prompt_scores: tuple[bytes, ...] = ()
+) -> tuple[LaneRecord, ...]:
     """Split the flat rows of a reply into lane records."""
     records = []
     for lane, start in enumerate(range(0, len(rows), RECORD_FIELDS)):
         first = start + METADATA_FIELDS
         tokens = rows[first : first + rows[start + Field.EMITTED]]
         own = scores[lane] if scores else b""
-        records.append(msgspec.convert((*rows[start:first], tokens, own), LaneRecord))
+        prompt = prompt_scores[lane] if prompt_scores else b""
+        row = (*rows[start:first], tokens, own, prompt)
+        records.append(msgspec.convert(row, LaneRecord))
     return tuple(records)
 
 

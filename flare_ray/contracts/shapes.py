@@ -18,6 +18,9 @@ MAX_WIDTH = 8
 """Seven drafts and the pending token: the history horizon that every width shares (contract:
 M3)."""
 
+SCORED_PREFILL_TOKENS = 128
+"""Rows of a prefill that scores its prompt: their scores fit one reply."""
+
 
 class GraphKind(enum.StrEnum):
     """Closed set of prepared programs; the operation ids 10, 11 and 13 stay reserved (contract:
@@ -57,7 +60,7 @@ class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
     speculation: bool = True
 
 
-PROMPT_KINDS = frozenset({GraphKind.PREFILL, GraphKind.RESUME})
+PROMPT_KINDS = frozenset({GraphKind.PREFILL, GraphKind.SCORED_PREFILL, GraphKind.RESUME})
 """Programs whose lanes are `PrefillLane`s; those of a resume consume no token."""
 
 
@@ -124,6 +127,17 @@ def prefill_shapes(
         )
         for batch in batch_capacities(concurrency)
         if batch <= prefill_tokens
+    )
+
+
+def scored_shape(prefill_tokens: int, *, speculation: bool) -> GraphShape:
+    """The program of prompts whose tokens are scored, one lane at a time: every row passes through
+    the vocabulary's head, so it is kept short."""
+    return GraphShape(
+        kind=GraphKind.SCORED_PREFILL,
+        batch_capacity=1,
+        token_capacity=min(prefill_tokens, SCORED_PREFILL_TOKENS),
+        speculation=speculation,
     )
 
 

@@ -17,6 +17,7 @@ class ServedCatalog:
 
     Attributes:
         prefill: prefill programs, smallest batch capacity first.
+        scored: prefill programs that score their prompt, likewise.
         resume: programs that go on from a whole restored prompt, likewise; () = none prepared.
         rounds: decode or speculative programs; sorted by batch capacity, then width.
         slots: requests served together.
@@ -24,6 +25,7 @@ class ServedCatalog:
     """
 
     prefill: tuple[GraphShape, ...]
+    scored: tuple[GraphShape, ...]
     resume: tuple[GraphShape, ...]
     rounds: tuple[GraphShape, ...]
     slots: int
@@ -59,6 +61,7 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
     rounds = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
     rounds.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
     prefill = _prompts(manifest, GraphKind.PREFILL, speculation)
+    scored = _prompts(manifest, GraphKind.SCORED_PREFILL, speculation)
     resume = _prompts(manifest, GraphKind.RESUME, speculation)
     if not prefill or not any(shape.verify_width == 1 for shape in rounds):
         family = "speculative" if speculation else "ordinary"
@@ -74,7 +77,7 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
         )
     slots = min(manifest.slots, config.concurrency)
     max_width = max(shape.verify_width for shape in rounds)
-    return ServedCatalog(prefill, resume, tuple(rounds), slots, max_width)
+    return ServedCatalog(prefill, scored, resume, tuple(rounds), slots, max_width)
 
 
 def _prompts(

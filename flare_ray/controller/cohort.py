@@ -138,7 +138,7 @@ class Planner:
         whole = [live for live in prompts if not live.prompt_left]
         prompts = whole or prompts
         prompts.sort(key=lambda live: live.last_chunk_round)
-        shape = self._resume_shape(len(whole)) if whole else self._prefill_shape(prompts)
+        shape = self._resume_shape(len(whole)) if whole else self._chunk_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
         work = _Chunks()
@@ -177,7 +177,9 @@ class Planner:
         final = end == live.prefill_length
         tokens = tuple(live.chain.tokens[start:end])
         pending = live.pending if final else -1
-        work.lanes.append(PrefillLane(live.slot, live.epoch, start, tokens, final, pending))
+        behind = -1 if final else live.chain.tokens[end]
+        lane = PrefillLane(live.slot, live.epoch, start, tokens, final, pending, next_token=behind)
+        work.lanes.append(lane)
         captured = self._snapshots.capture(live, end)
         if captured is not None:
             save, snapshot = captured
@@ -193,6 +195,12 @@ class Planner:
         """The smallest program for requests whose whole prompt was restored, or the largest."""
         fits = (shape for shape in self._catalog.resume if shape.batch_capacity >= lanes)
         return next(fits, self._catalog.resume[-1])
+
+    def _chunk_shape(self, prompts: list[LiveRequest]) -> GraphShape:
+        """The program for the head of `prompts`; those of the other kind leave the list."""
+        scored = prompts[0].scores_prompt
+        prompts[:] = [live for live in prompts if live.scores_prompt is scored]
+        return self._catalog.scored[0] if scored else self._prefill_shape(prompts)
 
     def _prefill_shape(self, prompts: list[LiveRequest]) -> GraphShape:
         """The program with the most useful rows for its time; the head of `prompts` is always in.
@@ -235,6 +243,7 @@ class Planner:
             coupled=sampling.reproducible,
             generated_from=len(request.prompt_tokens),
             output=live.restored_output,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _seen(self, live: LiveRequest) -> bytes:

@@ -84,6 +84,8 @@ class Harvester:
                 f"round {record.round_id}: slot {live.slot} did nothing for a live request"
             )
         consumed_before = live.consumed_tokens
+        if record.prompt_scores:
+            self._score_prompt(live, record, consumed_before)
         live.consumed_tokens = record.consumed
         live.generated_tokens = live.generated_base + record.generated
         live.rounds += 1
@@ -108,3 +110,16 @@ class Harvester:
         if visible.end is not None:
             self._snapshots.finished(live, record)
         return visible.end
+
+    def _score_prompt(self, live: LiveRequest, record: LaneRecord, start: int) -> None:
+        """Append the scores that a chunk from token `start` on brings, once each: a prompt that is
+        consumed again after a preemption has some of them. All are told together."""
+        prompt = len(live.request.prompt_tokens)
+        rows = min(record.consumed, prompt - 1) - start
+        known = len(live.prompt_scores) - start
+        if rows <= known or known < 0:
+            return
+        scores = unpack_scores(record.prompt_scores, rows)
+        live.prompt_scores.extend(scores[known:])
+        if not live.scores_prompt:
+            self._publisher.prompt_scored(live)

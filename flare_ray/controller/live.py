@@ -73,6 +73,7 @@ class LiveRequest:
         in_flight: unanswered programs of this request, in order.
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
         emitted: some output has been made visible.
+        prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
     """
 
@@ -111,6 +112,7 @@ class LiveRequest:
     last_delivery_ns: int = 0
     emitted: bool = False
     scores: deque[TokenScore] = field(default_factory=deque)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prefill_length = len(self.request.prompt_tokens)
@@ -124,6 +126,12 @@ class LiveRequest:
     def prompt_left(self) -> int:
         """Tokens not yet in a submitted prefill program."""
         return self.prefill_length - self.planned_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt tokens are still to be scored: they must be computed, not restored."""
+        scored = len(self.prompt_scores) + 1
+        return self.request.prompt_logprobs >= 0 and scored < len(self.request.prompt_tokens)
 
     @property
     def consumed_bound(self) -> int:

@@ -51,6 +51,11 @@ class Publisher:
         self._count_failure(failure.code)
         self._add(live, failure)
 
+    def prompt_scored(self, live: LiveRequest) -> None:
+        """Scores of the whole prompt, before anything else becomes visible."""
+        scores = tuple(live.prompt_scores)
+        self._add(live, Delta(live.request.request_id, (), prompt_scores=scores))
+
     def visible(self, live: LiveRequest, visible: Visible, now_ns: int) -> None:
         """New output, if any is visible."""
         if not visible.tokens:

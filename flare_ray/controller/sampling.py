@@ -67,8 +67,8 @@ def resolve(
 
     Temperature 0, and any below GREEDY_BELOW_TEMPERATURE, becomes top-k 1 at temperature 1: the
     sampler is then deterministic. top_k -1, 0 or >= vocab_size switches the filter off.
-    max_tokens None means all that the context leaves. A request that leaves `reproducible` open runs
-    as the deployment says: by default so if it gives a seed (contract: S4).
+    max_tokens None means all that the context leaves. Where `reproducible` is open the deployment
+    decides: by default a request with a seed is (contract: S4).
 
     Args:
         prompt_tokens: length of the prompt.
@@ -339,7 +339,5 @@ def _stop_sequences(
                 param=param,
             )
         if not all(0 <= token < vocab_size for token in sequence):
-            raise InvalidRequest(
-                f"{param}: token ids must lie in 0..{vocab_size - 1}", param=param
-            )
+            raise InvalidRequest(f"{param}: token ids must lie in 0..{vocab_size - 1}", param=param)
     return tuple(tuple(sequence) for sequence in sequences)

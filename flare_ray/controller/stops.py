@@ -14,9 +14,9 @@ identically whatever the number of tokens per round:
    token came first.
 4. `max_tokens` generated tokens end it.
 
-A token that may belong to a stop string or sequence that is not complete yet is held back; it is handed
-out as soon as it cannot, or when the output ends otherwise. Whole tokens are handed out; where a
-stop ends inside the last one, `trim_bytes` says how many of its bytes to drop.
+A token that may belong to a stop string or sequence that is not complete yet is held back; it is
+handed out as soon as it cannot, or when the output ends otherwise. Whole tokens are handed out;
+where a stop ends inside the last one, `trim_bytes` says how many of its bytes to drop.
 """
 
 from __future__ import annotations

@@ -135,6 +135,7 @@ class RankExecutor:
             checksum = stamp_checksums(rows)
             values = rows.tolist()
             scores = self._scores(plan, program, values)
+            prompt_scores = self._prompt_scores(plan, program)
             self._frames.release(frame)
         self._ledger.complete(plan, values)
         return RoundReply(
@@ -144,6 +145,7 @@ class RankExecutor:
             elapsed_ns=elapsed,
             rows=tuple(v for row in values for v in row) if self._rank == 0 else (),
             scores=scores,
+            prompt_scores=prompt_scores,
         )
 
     def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:
@@ -206,14 +208,31 @@ class RankExecutor:
         if self._rank or max(asked) < 0:
             return ()
         words = program.scores[: len(lanes)].cpu().numpy().astype("<i4", copy=False)
-        packed = []
-        for lane, (top, row) in enumerate(zip(asked, rows, strict=True)):
-            top = min(top, self.manifest.vocab_size)
-            own = words[lane, : row[Field.EMITTED]]
-            ids, logprobs = own[:, FIRST_ID:], own[:, FIRST_LOGPROB:]
-            parts = (own[:, :1], ids[:, :top], logprobs[:, :top])
-            packed.append(np.concatenate(parts, axis=1).tobytes() if top >= 0 else b"")
-        return tuple(packed)
+        return tuple(
+            self._packed(words[lane, : row[Field.EMITTED]], top)
+            for lane, (top, row) in enumerate(zip(asked, rows, strict=True))
+        )
+
+    def _prompt_scores(self, plan: RoundPlan, program: Program) -> tuple[bytes, ...]:
+        """Packed scores of the prompt tokens behind a scored chunk's rows, on rank 0."""
+        if self._rank or not program.prompt_scores.shape[1]:
+            return ()
+        words = program.prompt_scores.cpu().numpy().astype("<i4", copy=False)
+        return tuple(
+            self._packed(
+                words[index, : len(lane.tokens) - (lane.next_token < 0)],
+                self._ledger.view(lane.slot).prompt_logprobs,
+            )
+            for index, lane in enumerate(plan.prefill)
+        )
+
+    def _packed(self, words: np.ndarray, top: int) -> bytes:
+        """Rows [n, SCORE_WORDS] as `unpack_scores` reads them; nothing where nobody asked."""
+        if top < 0:
+            return b""
+        top = min(top, self.manifest.vocab_size)
+        ids, logprobs = words[:, FIRST_ID:], words[:, FIRST_LOGPROB:]
+        return np.concatenate((words[:, :1], ids[:, :top], logprobs[:, :top]), axis=1).tobytes()
 
     def _bounds(self, plan: RoundPlan) -> LaneBounds:
         """What the lanes' slots hold now; stale lanes are counted too, they run padded."""
@@ -229,5 +248,7 @@ class RankExecutor:
             any_coupled=any(view.coupled for view in views),
             every_lane_coupled=all(view.coupled for view in views),
             max_top_logprobs=max(view.top_logprobs for view in views),
+            max_prompt_logprobs=max(view.prompt_logprobs for view in views),
+            processed_logprobs=self.manifest.processed_logprobs,
         )
         return LaneBounds(filters, self._ledger.context_pages(plan), may_publish(plan, views))

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import msgspec
 import torch
 
 from flare_ray.config import EngineConfig
@@ -167,10 +166,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         speculation=options.speculative,
         copy_inputs=options.speculative and recipe.speculation.copy_inputs,
         eos_ids=_eos_ids(geometry.eos_ids, generation),
-        sampling_defaults=msgspec.structs.replace(
-            _sampling_defaults(recipe.sampling_defaults, generation),
-            reproducible=config.sampling.reproducible,
-        ),
+        sampling_defaults=_sampling_defaults(recipe.sampling_defaults, generation, config),
         processed_logprobs=config.sampling.logprobs == "processed",
         shapes=shapes,
         budget=ByteBudget(
@@ -446,8 +442,11 @@ def _eos_ids(recipe_ids: Iterable[int], generation: Mapping[str, Any]) -> tuple[
     return unique
 
 
-def _sampling_defaults(recipe: SamplingDefaults, generation: Mapping[str, Any]) -> SamplingDefaults:
-    """The recipe's defaults with what generation_config.json states in their place (contract: S3).
+def _sampling_defaults(
+    recipe: SamplingDefaults, generation: Mapping[str, Any], config: EngineConfig
+) -> SamplingDefaults:
+    """The recipe's defaults with what generation_config.json states in their place (contract: S3),
+    and the deployment's own.
 
     Raises:
         CheckpointError: a stated value cannot be sampled with.
@@ -471,4 +470,5 @@ def _sampling_defaults(recipe: SamplingDefaults, generation: Mapping[str, Any]) 
         top_k=int(values["top_k"]),
         top_p=float(values["top_p"]),
         min_p=float(values["min_p"]),
+        reproducible=config.sampling.reproducible,
     )

@@ -89,6 +89,7 @@ def test_planned_bytes_are_those_allocated(checkpoint, families):
             arena.record,
             arena.positions,
             arena.scores,
+            arena.prompt_scores,
         )
     )
     frames = sum(frame.nbytes for frame in rank._frames._frames)

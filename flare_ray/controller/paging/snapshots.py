@@ -83,7 +83,10 @@ class Snapshots:
     # Admission.
 
     def find(self, live: LiveRequest) -> Snapshot | None:
-        """The longest usable prefix of a waiting request, pinned."""
+        """The longest usable prefix of a waiting request, pinned; none where its prompt must be
+        scored, since a restored row has no logits."""
+        if live.scores_prompt:
+            return None
         snapshot = self.index.find(live.chain, self._limit(live, live.prefill_length))
         if snapshot is not None:
             self.index.pin(snapshot)
@@ -135,7 +138,7 @@ class Snapshots:
         So branches of one prompt that arrive together consume it once. The wait ends with that
         prompt's prefill, whatever becomes of its snapshot.
         """
-        if not self.index.holds_any or live.preemptions:
+        if not self.index.holds_any or live.preemptions or live.scores_prompt:
             return False
         prompt = len(live.request.prompt_tokens)
         places: list[int] = []

@@ -17,6 +17,7 @@ from flare_ray.contracts.shapes import (
     decode_shapes,
     prefill_shapes,
     resume_shapes,
+    scored_shape,
     speculative_shapes,
 )
 from flare_ray.device.sampling.masks import mask_words
@@ -24,7 +25,13 @@ from flare_ray.device.sampling.scores import SCORE_WORDS
 from flare_ray.device.speculation.inputs import ChunkField, LaneField
 from flare_ray.device.speculation.record import NUM_FRAMES
 
-BUILT_KINDS = (GraphKind.PREFILL, GraphKind.RESUME, GraphKind.DECODE, GraphKind.SPECULATIVE)
+BUILT_KINDS = (
+    GraphKind.PREFILL,
+    GraphKind.SCORED_PREFILL,
+    GraphKind.RESUME,
+    GraphKind.DECODE,
+    GraphKind.SPECULATIVE,
+)
 """Kinds this release prepares; the other members of `GraphKind` are refused by name."""
 
 
@@ -66,6 +73,7 @@ def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
         shapes += prefill_shapes(
             options.concurrency, options.prefill_tokens, speculation=speculation
         )
+        shapes.append(scored_shape(options.prefill_tokens, speculation=speculation))
         if options.resume:
             shapes += resume_shapes(options.concurrency, speculation=speculation)
     return tuple(shapes)
@@ -100,6 +108,7 @@ class ScratchSizes:
         record: int64 record fields, on the device and in each frame.
         positions: int64 constants 0, 1, 2, ...
         scores: int32 words of log-probabilities.
+        prompt_scores: likewise of a scored prefill's rows.
     """
 
     lanes: int
@@ -108,18 +117,19 @@ class ScratchSizes:
     record: int
     positions: int
     scores: int
+    prompt_scores: int
 
     @property
     def num_bytes(self) -> int:
         """Exact bytes, frames included."""
         return 8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions) + 4 * (
-            self.masks + self.q + self.scores
+            self.masks + self.q + self.scores + self.prompt_scores
         )
 
 
 def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes:
     """Smallest arenas that hold every shape."""
-    lanes = masks = q = record = positions = scores = 0
+    lanes = masks = q = record = positions = scores = prompt_scores = 0
     words = mask_words(vocab_size)
     for shape in shapes:
         batch = shape.batch_capacity
@@ -131,7 +141,9 @@ def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes
         record = max(record, batch * RECORD_FIELDS)
         positions = max(positions, shape.token_capacity if prefill else shape.verify_width)
         scores = max(scores, batch * rows * SCORE_WORDS)
-    return ScratchSizes(lanes, masks, q, record, positions, scores)
+        if shape.kind is GraphKind.SCORED_PREFILL:
+            prompt_scores = max(prompt_scores, batch * shape.token_capacity * SCORE_WORDS)
+    return ScratchSizes(lanes, masks, q, record, positions, scores, prompt_scores)
 
 
 def lane_input_shape(shape: GraphShape) -> tuple[int, int]:

@@ -47,6 +47,7 @@ ALL_FILTERS = FilterBounds(
     max_bad_words=1,
     max_top_logprobs=1,
     any_coupled=True,
+    max_prompt_logprobs=1,
 )
 
 
@@ -64,6 +65,7 @@ class Arena:
         self.record = torch.zeros(self.sizes.record, dtype=torch.int64, device=device)
         self.positions = torch.arange(self.sizes.positions, device=device)
         self.scores = torch.zeros(self.sizes.scores, dtype=torch.int32, device=device)
+        self.prompt_scores = torch.zeros(self.sizes.prompt_scores, dtype=torch.int32, device=device)
 
     def record_rows(self, batch: int) -> Tensor:
         """[batch, RECORD_FIELDS] int64."""
@@ -73,6 +75,12 @@ class Arena:
         """[B, rows, SCORE_WORDS] int32."""
         size = (shape.batch_capacity, rows, SCORE_WORDS)
         return self.scores[: size[0] * size[1] * size[2]].view(size)
+
+    def prompt_score_rows(self, shape: GraphShape) -> Tensor:
+        """[B, T, SCORE_WORDS] int32 of a scored prefill, [B, 0, SCORE_WORDS] of other programs."""
+        scored = shape.kind is GraphKind.SCORED_PREFILL
+        size = (shape.batch_capacity, shape.token_capacity * scored, SCORE_WORDS)
+        return self.prompt_scores[: size[0] * size[1] * size[2]].view(size)
 
     def q_rows(self, shape: GraphShape) -> Tensor:
         """[B, D, V] float32."""
@@ -91,6 +99,7 @@ class Arena:
             self.masks.tensor.fill_(0x5A5A5A5A)
             self.lanes.tensor.fill_(2**40)
             self.scores.fill_(0x5A5A5A5A)
+            self.prompt_scores.fill_(0x5A5A5A5A)
 
 
 class EagerRound:
@@ -108,6 +117,7 @@ class EagerRound:
         )
         positions = arena.positions[: shape.verify_width].unsqueeze(0)
         self.scores = arena.score_rows(shape, shape.verify_width)
+        self.prompt_scores = arena.prompt_score_rows(shape)
         self._scratch = RoundScratch(arena.q_rows(shape), self.record, positions, self.scores)
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
@@ -173,7 +183,8 @@ class EagerPrefill:
         )
         positions = arena.positions[: shape.token_capacity].unsqueeze(0)
         self.scores = arena.score_rows(shape, 1)
-        self._scratch = PrefillScratch(self.record, positions, self.scores)
+        self.prompt_scores = arena.prompt_score_rows(shape)
+        self._scratch = PrefillScratch(self.record, positions, self.scores, self.prompt_scores)
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
 

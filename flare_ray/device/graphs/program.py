@@ -20,11 +20,13 @@ class Program(Protocol):
         record: [B, RECORD_FIELDS] int64, its output, a static buffer.
         scores: [B, W, SCORE_WORDS] int32, its second output (W = 1 for a prefill); written where a
             lane asks for log-probabilities.
+        prompt_scores: [B, T, SCORE_WORDS] int32 of a scored prefill, else [B, 0, SCORE_WORDS].
     """
 
     shape: GraphShape
     record: Tensor
     scores: Tensor
+    prompt_scores: Tensor
 
     def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """Copy a checked plan into the static inputs: one copy per buffer.

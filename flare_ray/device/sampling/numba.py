@@ -160,9 +160,7 @@ def _draw(probs, lanes, keys, first, out, batch, shape, power):
                 tokens[row] = _winner(rows[row], key[lane], start[lane] + place, power, words)
 
 
-def draw_rows(
-    probs: Tensor, lanes: Tensor, keys: Tensor, first: Tensor, *, power: float
-) -> Tensor:
+def draw_rows(probs: Tensor, lanes: Tensor, keys: Tensor, first: Tensor, *, power: float) -> Tensor:
     """The draw of every row of the coupled lanes, 0 in the others.
 
     Args:

@@ -11,6 +11,7 @@ from flare_ray.device.sampling.chain import draw, verify_chain
 from flare_ray.device.sampling.coupled import Coupling, coupled_draws
 from flare_ray.device.sampling.filters import FilterParams, target_probs
 from flare_ray.device.sampling.masks import apply_token_mask
+from flare_ray.device.speculation.inputs import FilterBounds
 from flare_ray.device.speculation.lanes import Draws
 
 
@@ -22,11 +23,13 @@ class Verdict:
         accepted: [B] int64, a.
         tokens: [B, W] int64: accepted drafts, then the target sample at index a; undefined after.
         healthy: [B] bool: every verified row's logits had a finite maximum.
+        scored: [B, W, V] float32, what log-probabilities are taken from.
     """
 
     accepted: Tensor
     tokens: Tensor
     healthy: Tensor
+    scored: Tensor
 
 
 @dataclass(slots=True)
@@ -58,7 +61,7 @@ def accept_chain(
         q: [B, W - 1, V] float32; drafts: [B, W - 1] int64.
         offered: [B] int64, drafts this lane verifies; a lane with none draws from SAMPLE.
     Returns:
-        Verdict without health: `healthy` is all True here.
+        Verdict without health and scores: `healthy` is all True, `scored` the logits here.
     """
     p = target_probs(logits, params)
     width, coupling = logits.shape[1], draws.coupling
@@ -81,7 +84,8 @@ def accept_chain(
     rows = torch.arange(width, device=logits.device)
     padded = torch.nn.functional.pad(drafts, (0, 1))
     tokens = torch.where(rows == accepted.unsqueeze(1), token.unsqueeze(1), padded)
-    return Verdict(accepted, tokens, torch.ones_like(accepted, dtype=torch.bool))
+    healthy = torch.ones_like(accepted, dtype=torch.bool)
+    return Verdict(accepted, tokens, healthy, logits)
 
 
 def sample_rows(
@@ -98,3 +102,17 @@ def sample_rows(
 def masked_logits(logits: Tensor, masks: MaskRows | None) -> Tensor:
     """Logits with every row's own mask applied; unchanged where no lane is constrained."""
     return logits if masks is None else apply_token_mask(logits, masks.rows, masks.lanes)
+
+
+def scored_logits(
+    own: Tensor, adjusted: Tensor, params: FilterParams, bounds: FilterBounds
+) -> Tensor:
+    """What log-probabilities are taken from: the model's own logits, or the logarithm of what was
+    drawn from.
+
+    Args:
+        own: [B, W, V] float32 as the target gave them; adjusted: after penalties, rules and masks.
+    """
+    if bounds.max_top_logprobs < 0 or not bounds.processed_logprobs:
+        return own
+    return target_probs(adjusted, params).log()

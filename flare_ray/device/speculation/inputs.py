@@ -41,7 +41,8 @@ class ChunkField(enum.IntEnum):
     LENGTH = 5
     FINAL = 6
     PENDING = 7
-    TOKENS = 8
+    NEXT = 8
+    TOKENS = 9
 
 
 class StaticBuffer:
@@ -92,6 +93,8 @@ class FilterBounds:
     max_top_logprobs: int = -1
     any_coupled: bool = False
     every_lane_coupled: bool = False
+    max_prompt_logprobs: int = -1
+    processed_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class PrefillInputs:
     """Inputs of a prefill program of one shape, views of shared arenas.
 
     Attributes:
-        lanes: [B, 8 + T] int64, fields of `ChunkField`, then the chunk's tokens.
+        lanes: [B, 9 + T] int64, fields of `ChunkField`, then the chunk's tokens.
         masks: [B, 1, words] int32.
     """
 
@@ -225,6 +228,7 @@ class PrefillInputs:
                 len(lane.tokens),
                 lane.final,
                 lane.pending,
+                lane.next_token,
             )
             host[index, ChunkField.TOKENS : ChunkField.TOKENS + len(lane.tokens)] = lane.tokens
             if masks is not None and masked:

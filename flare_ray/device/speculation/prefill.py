@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.contracts.record import Flag
-from flare_ray.contracts.shapes import GraphShape
+from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.device.sampling.philox import uniforms
 from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
@@ -28,6 +28,7 @@ from flare_ray.device.speculation.acceptance import (
     healthy_lanes,
     masked_logits,
     sample_rows,
+    scored_logits,
 )
 from flare_ray.device.speculation.commit import (
     Transition,
@@ -48,28 +49,34 @@ from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import AbsorbRows, Rows, TargetOutput
 from flare_ray.rng import OFFSET_STRIDE, RngDomain
 
+SCORED_ROWS = 32
+"""Prompt rows whose logits exist at once."""
+
 
 @dataclass(slots=True)
 class PrefillScratch:
     """record: [B, RECORD_FIELDS] int64 output; positions: [1, T] int64, 0 .. T - 1, constant;
-    scores: [B, 1, SCORE_WORDS] int32 output."""
+    scores: [B, 1, SCORE_WORDS], prompt_scores: [B, T or 0, SCORE_WORDS] int32 outputs."""
 
     record: Tensor
     positions: Tensor
     scores: Tensor
+    prompt_scores: Tensor
 
 
 @dataclass(slots=True)
 class FirstToken:
     """Stage 3's result.
 
-    token: [B] int64 pending from now on; final (the prompt has ended), sampled, healthy: [B] bool.
+    token: [B] int64 pending from now on; final (the prompt has ended), sampled, healthy: [B] bool;
+    scored: [B, 1, V] what log-probabilities are taken from.
     """
 
     token: Tensor
     final: Tensor
     sampled: Tensor
     healthy: Tensor
+    scored: Tensor
 
 
 def run_prefill(
@@ -90,6 +97,8 @@ def run_prefill(
     if shape.speculation:
         _absorb_chunk(model, lanes, rows, output)
     chunk = _Chunk(lanes, rows, output, facts)
+    if shape.kind is GraphKind.SCORED_PREFILL:
+        _score_prompt(model, planned, scratch, chunk)
     first = _first_token(model, inputs, chunk)
     _finish(model, shape, inputs, scratch, (chunk, first))
 
@@ -160,6 +169,24 @@ def _chunk_rows(lanes: Lanes, planned: Tensor, offsets: Tensor) -> Rows:
     )
 
 
+def _score_prompt(model: Model, planned: Tensor, scratch: PrefillScratch, chunk: _Chunk) -> None:
+    """Scores of the prompt token behind every row, by the model's own distribution (contract: K4).
+
+    Rows pass through the head a few at a time: their logits are the largest tensor of a program.
+    """
+    rows, vectors = chunk.rows, chunk.output.sampling
+    count = rows.tokens.shape[1]
+    behind = torch.cat((rows.tokens[:, 1:], planned[:, ChunkField.NEXT, None]), dim=1)
+    last = scratch.positions[:, :count] == (rows.lengths - 1).unsqueeze(1)
+    following = torch.where(last, planned[:, ChunkField.NEXT, None], behind).clamp_(min=0)
+    top = max(chunk.facts.filters.max_prompt_logprobs, 0)
+    for start in range(0, count, SCORED_ROWS):
+        part = vectors[:, start : start + SCORED_ROWS]
+        logits = model.target.head(part.flatten(0, 1)).unflatten(0, part.shape[:2])
+        end = start + part.shape[1]
+        write_scores(logits, following[:, start:end], top, scratch.prompt_scores[:, start:end])
+
+
 def _absorb_chunk(model: Model, lanes: Lanes, rows: Rows, output: TargetOutput) -> None:
     tail = model.store.request.tail
     if model.drafter is None or tail is None:
@@ -192,9 +219,8 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     given = planned[:, ChunkField.PENDING]
     final = (planned[:, ChunkField.FINAL] > 0) & lanes.active
     if not facts.sampled:
-        return FirstToken(
-            given.clamp(min=0), final, torch.zeros_like(final), torch.ones_like(final)
-        )
+        none, all_ = torch.zeros_like(final), torch.ones_like(final)
+        return FirstToken(given.clamp(min=0), final, none, all_, chunk.output.logits)
     masks = None
     if facts.masked:
         masks = MaskRows(inputs.masks, planned[:, ChunkField.MASKED] > 0)
@@ -208,14 +234,15 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     coupling = coupling_of(lanes, (consumed - 1).clamp_(min=0))
     drawn = sample_rows(logits, params=lanes.params, draws=draws, coupling=coupling)
     token = torch.where(sampled, drawn, given.clamp(min=0))
-    return FirstToken(token, final, sampled, healthy)
+    scored = scored_logits(chunk.output.logits, logits, lanes.params, facts.filters)
+    return FirstToken(token, final, sampled, healthy, scored)
 
 
 def _account(model: Model, scratch: PrefillScratch, chunk: _Chunk, first: FirstToken) -> None:
     """Scores of the token that became pending, and its place among the counts."""
     filters, token = chunk.facts.filters, first.token.unsqueeze(1)
     if filters.max_top_logprobs >= 0:
-        write_scores(chunk.output.logits, token, filters.max_top_logprobs, scratch.scores)
+        write_scores(first.scored, token, filters.max_top_logprobs, scratch.scores)
     pending = (first.final & first.healthy).to(torch.int64)
     count_emitted(chunk.rows, token, pending, model.store.request, filters)
 

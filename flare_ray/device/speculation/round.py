@@ -32,6 +32,7 @@ from flare_ray.device.speculation.acceptance import (
     healthy_lanes,
     masked_logits,
     sample_rows,
+    scored_logits,
 )
 from flare_ray.device.speculation.commit import (
     Outcome,
@@ -111,7 +112,7 @@ def run_round(
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
     if facts.filters.max_top_logprobs >= 0:
         top = facts.filters.max_top_logprobs
-        write_scores(output.logits, verdict.tokens, top, scratch.scores)
+        write_scores(verdict.scored, verdict.tokens, top, scratch.scores)
     count_emitted(rows, verdict.tokens, emitted, model.store.request, facts.filters)
     if facts.publishes:
         publish_boundary(model.store, lanes, rows, output, emitted)
@@ -221,11 +222,12 @@ def _accept(
     logits = masked_logits(adjusted, masks)
     healthy = healthy_lanes(logits, work.rows.valid)
     params, width = work.lanes.params, logits.shape[1]
+    scored = scored_logits(output.logits, logits, params, work.facts.filters)
     if width == 1:
         token = sample_rows(
             logits, params=params, draws=work.draws.sample[:, 0], coupling=work.draws.coupling
         )
-        return Verdict(torch.zeros_like(token), token.unsqueeze(1), healthy)
+        return Verdict(torch.zeros_like(token), token.unsqueeze(1), healthy, scored)
     verdict = accept_chain(
         logits,
         scratch.q[:, : width - 1],
@@ -234,7 +236,7 @@ def _accept(
         params=params,
         draws=work.draws,
     )
-    verdict.healthy = healthy
+    verdict.healthy, verdict.scored = healthy, scored
     return verdict
 
 

@@ -55,6 +55,7 @@ class SlotView:
     num_rules: int = 0
     num_bad_words: int = 0
     top_logprobs: int = -1
+    prompt_logprobs: int = -1
     coupled: bool = False
     pages: int = 0
     consumed: int = 0
@@ -274,6 +275,8 @@ class SlotLedger:
             yield f"{name}: {len(lane.tokens)} tokens, the shape holds 1..{shape.token_capacity}"
         if lane.tokens and not (min(lane.tokens) >= 0 and max(lane.tokens) < vocabulary):
             yield f"{name}: tokens outside the vocabulary of {vocabulary}"
+        if not -1 <= lane.next_token < vocabulary or (lane.next_token >= 0 and lane.final):
+            yield f"{name}: next token {lane.next_token} with final={lane.final}"
         if lane.pending >= vocabulary or (lane.pending >= 0 and not lane.final):
             yield f"{name}: pending {lane.pending} with final={lane.final}"
         if lane.mask_row >= 0 and not lane.final:
@@ -330,6 +333,7 @@ def _fresh(init: SlotInit) -> SlotView:
         num_rules=len(init.rules),
         num_bad_words=len(init.bad_words),
         top_logprobs=init.top_logprobs,
+        prompt_logprobs=init.prompt_logprobs,
         coupled=init.coupled,
         budget=init.budget,
         ended=False,
@@ -355,8 +359,9 @@ def _logit_problems(init: SlotInit, vocabulary: int) -> Iterator[str]:
         yield f"{name}: {len(init.rules)} logit rules, the device holds {MAX_LOGIT_RULES}"
     if not all(0 <= rule.token < vocabulary and rule.addend < math.inf for rule in init.rules):
         yield f"{name}: a logit rule's token or addend is out of range"
-    if not -1 <= init.top_logprobs <= MAX_TOP_LOGPROBS:
-        yield f"{name}: {init.top_logprobs} top log-probabilities, at most {MAX_TOP_LOGPROBS}"
+    for asked in (init.top_logprobs, init.prompt_logprobs):
+        if not -1 <= asked <= MAX_TOP_LOGPROBS:
+            yield f"{name}: {asked} top log-probabilities, at most {MAX_TOP_LOGPROBS}"
     if len(init.bad_words) > MAX_BAD_WORDS:
         yield f"{name}: {len(init.bad_words)} bad words, the device holds {MAX_BAD_WORDS}"
     for word in init.bad_words:

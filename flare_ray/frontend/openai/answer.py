@@ -17,11 +17,12 @@ from typing import Protocol
 import msgspec
 
 from flare_ray.contracts.messages import Delta, Failed, Finished
+from flare_ray.contracts.record import TokenScore
 from flare_ray.frontend.client import RequestStream, StreamEvent
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.errors import ErrorBody, failed_detail
-from flare_ray.frontend.openai.logprobs import ScoredTokens
-from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.openai.logprobs import ScoredTokens, prompt_logprobs
+from flare_ray.frontend.openai.prepare import Echo, Prepared
 from flare_ray.frontend.openai.responses import (
     DONE_FRAME,
     ChatChoice,
@@ -58,20 +59,35 @@ class Choice(Protocol):
 
 
 class TextChoiceBuilder:
-    """A choice of /v1/completions: plain text, tags of the chat format included."""
+    """A choice of /v1/completions: plain text, tags of the chat format included.
+
+    Args:
+        echo: the prompt that the text begins with.
+        discards: what is generated is left out.
+    """
 
     def __init__(
-        self, index: int, detokenizer: IncrementalDetokenizer, scored: ScoredTokens
+        self,
+        index: int,
+        detokenizer: IncrementalDetokenizer,
+        scored: ScoredTokens,
+        *,
+        echo: Echo | None = None,
+        discards: bool = False,
     ) -> None:
         self._index = index
         self._detokenizer = detokenizer
         self._scored = scored
+        self._echo = echo
+        self._discards = discards
         self._pieces: list[str] = []
 
     def add(self, delta: Delta) -> list[TextChoice]:
         """See `Choice.add`."""
-        self._scored.add(delta)
-        text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
+        text = self._opening(delta.prompt_scores)
+        if not self._discards:
+            self._scored.add(delta)
+            text += self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
         self._pieces.append(text)
         if not text:
             return []
@@ -79,7 +95,7 @@ class TextChoiceBuilder:
 
     def end(self, finished: Finished) -> list[TextChoice]:
         """See `Choice.end`."""
-        text = self._detokenizer.finish()
+        text = self._opening(()) + self._detokenizer.finish()
         self._pieces.append(text)
         return [
             TextChoice(
@@ -102,6 +118,14 @@ class TextChoiceBuilder:
             finish_reason=finished.reason,
             stop_reason=finished.stop_reason,
         )
+
+    def _opening(self, scores: Sequence[TokenScore]) -> str:
+        """The echoed prompt, once; its scores come before anything else."""
+        echo, self._echo = self._echo, None
+        if echo is None:
+            return ""
+        self._scored.echo(echo.tokens, scores)
+        return echo.text
 
 
 class ChatChoiceBuilder:
@@ -222,6 +246,7 @@ class Answer:
         self._created = int(time.time())
         self._finished: dict[int, Finished] = {}
         self._turns: dict[int, Turn] = {}
+        self._prompt_scores: dict[int, Sequence[TokenScore]] = {}
         self._choices = [self._choice(i) for i in range(len(prepared.prompt_tokens))]
 
     async def whole(self, streams: Sequence[RequestStream]) -> bytes:
@@ -233,11 +258,13 @@ class Answer:
         async for index, event in self._events(streams):
             if isinstance(event, Delta):
                 self._choices[index].add(event)
+                if event.prompt_scores:
+                    self._prompt_scores[index] = event.prompt_scores
             elif isinstance(event, Failed):
                 raise failure_error(event)
             else:
-                self._finished[index] = event
-        choices = [c.whole(self._finished[i]) for i, c in enumerate(self._choices)]
+                self._finished[index] = self._counted(event)
+        choices = [self._scored_choice(i) for i in range(len(self._choices))]
         return encode_body(self._envelope(self._style.whole_object, choices, usage=self._usage()))
 
     async def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
@@ -250,8 +277,8 @@ class Answer:
             if isinstance(event, Delta):
                 chunks = self._choices[index].add(event)
             else:
-                self._finished[index] = event
-                chunks = self._choices[index].end(event)
+                finished = self._finished[index] = self._counted(event)
+                chunks = self._choices[index].end(finished)
             if chunks:
                 yield b"".join(
                     frame(self._envelope(self._style.chunk_object, [chunk], usage=usage))
@@ -262,6 +289,28 @@ class Answer:
             envelope = self._envelope(self._style.chunk_object, [], usage=self._usage())
             last = frame(envelope) + last
         yield last
+
+    def _counted(self, finished: Finished) -> Finished:
+        """What was generated for a prompt's sake alone is neither shown nor billed."""
+        if not self._prepared.discards:
+            return finished
+        return msgspec.structs.replace(
+            finished, reason="length", completion_tokens=0, stop_reason=None
+        )
+
+    def _scored_choice(self, index: int) -> ChatChoice | TextChoice:
+        """A whole choice, with its prompt's log-probabilities where they were asked for by name."""
+        choice = self._choices[index].whole(self._finished[index])
+        count = self._prepared.prompt_logprobs
+        if count < 0:
+            return choice
+        entries = prompt_logprobs(
+            self._settings.codec.token_bytes,
+            self._prepared.requests[index].prompt_tokens,
+            self._prompt_scores.get(index, ()),
+            count,
+        )
+        return msgspec.structs.replace(choice, prompt_logprobs=entries)
 
     async def _events(
         self, streams: Sequence[RequestStream]
@@ -281,7 +330,14 @@ class Answer:
         wanted = self._prepared.logprobs
         scored = ScoredTokens(self._settings.codec.token_bytes, wanted=wanted)
         if not self._style.chat:
-            return TextChoiceBuilder(index, detokenizer, scored)
+            echoes = self._prepared.echoes
+            return TextChoiceBuilder(
+                index,
+                detokenizer,
+                scored,
+                echo=echoes[index] if echoes else None,
+                discards=self._prepared.discards,
+            )
         turn = self._turns[index] = Turn(self._settings, self._prepared)
         prefix = f"call_{self._prepared.response_id.removeprefix('chatcmpl-')}"
         return ChatChoiceBuilder(index, turn, scored, call_prefix=prefix)

@@ -15,6 +15,8 @@ from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.responses import (
     Alternative,
     ChatLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
     TextLogprobs,
     TokenLogprob,
 )
@@ -33,7 +35,7 @@ class ScoredTokens:
     def __init__(self, token_bytes: Sequence[bytes], *, wanted: bool) -> None:
         self._table = token_bytes
         self._wanted = wanted
-        self._tokens: list[tuple[int, TokenScore]] = []
+        self._tokens: list[tuple[int, TokenScore | None]] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -46,6 +48,11 @@ class ScoredTokens:
         """Newly visible tokens."""
         if self._wanted:
             self._tokens += zip(delta.tokens, delta.scores, strict=True)
+
+    def echo(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
+        """The prompt as the first part of the output; its first token has no score."""
+        if self._wanted:
+            self._tokens += zip(tokens, (None, *scores), strict=True)
 
     def chat(self) -> ChatLogprobs | None:
         """What was not handed out yet, in the shape of a chat; None where nothing was asked for."""
@@ -62,6 +69,7 @@ class ScoredTokens:
                 ],
             )
             for token, score in self._take()
+            if score is not None
         ]
         return ChatLogprobs(content)
 
@@ -73,18 +81,21 @@ class ScoredTokens:
         for token, score in self._take():
             text = self._spelling(token)
             found.tokens.append(text)
-            found.token_logprobs.append(_finite(score.logprob))
-            best: dict[str, float] = {}
-            for other, logprob in zip(score.top_ids, score.top_logprobs, strict=True):
-                best.setdefault(self._spelling(other), _finite(logprob))
-            if best:
-                best.setdefault(text, _finite(score.logprob))
-            found.top_logprobs.append(best)
+            found.token_logprobs.append(None if score is None else _finite(score.logprob))
+            found.top_logprobs.append(None if score is None else self._best(text, score))
             found.text_offset.append(self._offset)
             self._offset += len(self._text.push((token,)))
         return found
 
-    def _take(self) -> list[tuple[int, TokenScore]]:
+    def _best(self, text: str, score: TokenScore) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for other, logprob in zip(score.top_ids, score.top_logprobs, strict=True):
+            best.setdefault(self._spelling(other), _finite(logprob))
+        if best:
+            best.setdefault(text, _finite(score.logprob))
+        return best
+
+    def _take(self) -> list[tuple[int, TokenScore | None]]:
         first, self._taken = self._taken, len(self._tokens)
         return self._tokens[first:]
 
@@ -93,6 +104,33 @@ class ScoredTokens:
 
     def _spelling(self, token: int) -> str:
         return self._bytes(token).decode(errors="replace")
+
+
+def prompt_logprobs(
+    table: Sequence[bytes], tokens: Sequence[int], scores: Sequence[TokenScore], count: int
+) -> list[PromptLogprobs | None]:
+    """One entry per prompt token, null for the first, which has no prediction.
+
+    Args:
+        table: bytes by token id.
+        count: alternatives asked for; `scores` may hold more.
+    """
+    entries: list[PromptLogprobs | None] = [None]
+    for token, score in zip(tokens[1:], scores, strict=True):
+        entry: PromptLogprobs = {}
+        best = zip(score.top_ids[:count], score.top_logprobs, strict=False)
+        for rank, (other, logprob) in enumerate(best, start=1):
+            entry[str(other)] = _described(table, other, logprob, rank)
+        entry.setdefault(str(token), _described(table, token, score.logprob, None))
+        entries.append(entry)
+    return entries
+
+
+def _described(
+    table: Sequence[bytes], token: int, logprob: float, rank: int | None
+) -> PromptLogprob:
+    text = table[token] if token < len(table) else b""
+    return PromptLogprob(_finite(logprob), rank, text.decode(errors="replace"))
 
 
 def _finite(logprob: float) -> float:

@@ -16,10 +16,19 @@ from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.sampling import resolve
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.client import EngineInfo
+from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.messages import calls_enabled, normalise_messages, normalise_tools
 from flare_ray.frontend.openai.requests import ChatBody, CompletionBody, parse_body
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.rng import choice_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt as its answer repeats it."""
+
+    text: str
+    tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +41,9 @@ class Prepared:
             was asked for.
         prompt_tokens: prompt length per choice.
         logprobs: report log-probabilities.
+        echoes: the prompt of each choice where its text begins with it, else ().
+        prompt_logprobs: alternatives reported with every prompt token; -1 = none are.
+        discards: the choices run for their prompts alone: what they generate is nobody's.
         choices_per_prompt: neighbouring choices that share a prompt, which is billed once.
         stream: answer with server-sent events.
         include_usage: end the stream with a usage chunk.
@@ -53,6 +65,9 @@ class Prepared:
     user: str | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    echoes: tuple[Echo, ...] = ()
+    prompt_logprobs: int = -1
+    discards: bool = False
 
     def under(self, response_id: str) -> Prepared:
         """The same under another id; of requests with one choice."""
@@ -107,13 +122,15 @@ async def prepare_chat(
         user=chat.user,
         priority=chat.priority,
         cache_salt=chat.cache_salt,
+        prompt_logprobs=_given(chat.prompt_logprobs),
     )
 
 
 async def prepare_completion(
     settings: ApiSettings, info: EngineInfo, body: Mapping[str, Any], *, unique_id: str
 ) -> Prepared:
-    """A /v1/completions body. `max_tokens: 0` is answered with no text and no engine work.
+    """A /v1/completions body. `max_tokens: 0` is answered with no text, and no engine work unless
+    the prompt's own log-probabilities are asked for.
 
     Raises:
         InvalidRequest: anything is wrong with it.
@@ -137,9 +154,11 @@ async def prepare_completion(
         budget = 1 if completion.max_tokens == 0 else completion.max_tokens
         names = _Names(request_id, budget, "max_tokens", path, banned)
         requests += _spread(_generation(completion, info, tokens, names), choices)
+    scored = any(request.prompt_logprobs >= 0 for request in requests)
+    echoes = [_echo(settings, *pair) for pair in zip(prompts, token_lists, strict=True)]
     return Prepared(
         response_id=response_id,
-        requests=() if completion.max_tokens == 0 else tuple(requests),
+        requests=() if completion.max_tokens == 0 and not scored else tuple(requests),
         prompt_tokens=tuple(len(tokens) for tokens in token_lists for _ in range(choices)),
         logprobs=completion.alternatives() >= 0,
         choices_per_prompt=choices,
@@ -148,7 +167,28 @@ async def prepare_completion(
         user=completion.user,
         priority=completion.priority,
         cache_salt=completion.cache_salt,
+        echoes=tuple(e for e in echoes for _ in range(choices)) if completion.echo else (),
+        prompt_logprobs=_given(completion.prompt_logprobs),
+        discards=completion.max_tokens == 0,
     )
+
+
+def _echo(settings: ApiSettings, prompt: str | list[int], tokens: Sequence[int]) -> Echo:
+    """The prompt as it was given, or the text of its tokens."""
+    if isinstance(prompt, str):
+        return Echo(prompt, tuple(tokens))
+    detokenizer = IncrementalDetokenizer(settings.codec.token_bytes)
+    return Echo(detokenizer.push(tokens) + detokenizer.finish(), tuple(tokens))
+
+
+def _given(alternatives: int | None) -> int:
+    return -1 if alternatives is None else alternatives
+
+
+def _scored(body: ChatBody | CompletionBody) -> int:
+    """Alternatives that the engine must report with prompt tokens: for an echo, or by name."""
+    echoed = isinstance(body, CompletionBody) and body.echo
+    return max(_given(body.prompt_logprobs), body.alternatives() if echoed else -1)
 
 
 def _spread(request: GenerationRequest, choices: int) -> tuple[GenerationRequest, ...]:
@@ -299,7 +339,9 @@ def _generation(
         include_stop=resolved.include_stop,
         stop_token_ids=resolved.stop_token_ids,
         ignore_eos=resolved.ignore_eos,
+        stop_sequences=resolved.stop_sequences,
         top_logprobs=body.alternatives(),
+        prompt_logprobs=_scored(body),
     )
 
 

@@ -48,6 +48,7 @@ class _GenerationBody(_Model):
     stop: list[str] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: list[int] | None = None
+    stop_token_sequences: list[list[int]] | None = None
     ignore_eos: bool | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
@@ -56,6 +57,7 @@ class _GenerationBody(_Model):
     min_tokens: int | None = None
     bad_words: list[str] | None = None
     reproducible: bool | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
@@ -70,6 +72,16 @@ class _GenerationBody(_Model):
         if value is not None and not isinstance(value, list):
             raise PydanticCustomError("stop_type", "Input should be a string or a list of strings")
         return value
+
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_whole(self) -> _GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest(
+                "prompt_logprobs and stream: true exclude each other, since chunks have no place "
+                "for them; drop either",
+                param="prompt_logprobs",
+            )
+        return self
 
     @model_validator(mode="after")
     def _options_belong_to_streams(self) -> _GenerationBody:
@@ -124,7 +136,9 @@ class _GenerationBody(_Model):
             logit_bias=_bias(self.logit_bias or {}),
             min_tokens=self.min_tokens or 0,
             bad_words=bad_words,
-            reproducible=bool(self.reproducible),
+            reproducible=self.reproducible,
+            stop_token_sequences=tuple(map(tuple, self.stop_token_sequences or ())),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -176,6 +190,7 @@ class CompletionBody(_GenerationBody):
 
     prompt: Any
     logprobs: int | None = None
+    echo: bool | None = None
 
     def alternatives(self) -> int:
         """As `ChatBody.alternatives`; here `logprobs` is their number.

@@ -77,12 +77,25 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class TextLogprobs(msgspec.Struct, frozen=True):
-    """The same for /v1/completions, one entry a token in every list."""
+    """The same for /v1/completions, one entry a token in every list. An echoed prompt's first token
+    has none."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """A token in place of a prompt token; `rank` among all tokens, null beyond those reported."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = dict[str, PromptLogprob]
+"""By token id: the prompt's own token, and the most probable ones."""
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,7 +114,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | UnsetType = UNSET
+    stop_reason: str | int | tuple[int, ...] | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +134,8 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
-    stop_reason: str | int | None = None
+    stop_reason: str | int | tuple[int, ...] | None = None
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +145,8 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
-    stop_reason: str | int | UnsetType | None = UNSET
+    stop_reason: str | int | tuple[int, ...] | UnsetType | None = UNSET
+    prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):

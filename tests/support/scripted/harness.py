@@ -185,7 +185,7 @@ class Driver:
         replies = tuple(rank.execute(plan, masks) for rank in self.ranks)
         self.replies.append(replies)
         assert len({reply.checksum for reply in replies}) == 1
-        return unpack_rows(replies[0].rows, replies[0].scores)
+        return unpack_rows(replies[0].rows, replies[0].scores, replies[0].prompt_scores)
 
     def open(
         self,
