@@ -56,11 +56,13 @@ class Prompt:
         return TEXT_PATH if self.messages is None else CHAT_PATH
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """A streaming request at the checkpoint's own sampling defaults."""
+        """A streaming request at the checkpoint's own sampling defaults, in the plain mode that peers
+        sample in."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": max_tokens,
             "seed": self.seed,
+            "reproducible": False,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
