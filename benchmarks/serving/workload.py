@@ -56,8 +56,7 @@ class Prompt:
         return TEXT_PATH if self.messages is None else CHAT_PATH
 
     def body(self, model: str, max_tokens: int) -> dict[str, Any]:
-        """A streaming request at the checkpoint's own sampling defaults, in the plain mode that peers
-        sample in."""
+        """A streaming request at the checkpoint's own sampling defaults, in the plain mode."""
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": max_tokens,

@@ -43,8 +43,8 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "stream": {"no": {}, "yes": {"stream": True, "stream_options": {"include_usage": True}}},
 }
 """Value -> what it adds to a request, by axis. "penalties: all" holds bad words and min_tokens too;
-"seed: given" runs in the reproducible mode, "none" and "given, plain" in the plain one; each cell has
-a seed of its own, the same for every drafter."""
+"seed: given" runs in the reproducible mode, "none" and "given, plain" in the plain one; each cell
+has a seed of its own, the same for every drafter."""
 
 LAW_AXES = ("penalties", "min_p", "logit_bias")
 """Axes that change what a token's probability is."""

@@ -18,32 +18,37 @@ MAX_REFUSED_RATIO = 0.05
 
 _TEXT = """# Which sampling features work together
 
-Written by `python -m tests.support.matrix.page`; `tests/matrix/` runs the cells and fails when this page is stale.
+Written by `python -m tests.support.matrix.page`; `tests/matrix/` runs the cells and fails when this
+page is stale.
 
-Every combination of the values below is a **cell**: an HTTP request to a whole engine in one process, over a vocabulary of {vocabulary}
-tokens and a random target of second order. **{cells:,} cells, {exact:,} exact, {refused:,} refused** ({ratio:.1%}).
+Every combination of the values below is a **cell**: an HTTP request to a whole engine in one
+process, over a vocabulary of {vocabulary} tokens and a random target of second order.
+**{cells:,} cells, {exact:,} exact, {refused:,} refused** ({ratio:.1%}).
 
 | Axis | Values |
 | --- | --- |
 {axes}
 
-"penalties: all" is repetition, presence and frequency penalty, `min_tokens` and bad words together. "seed: given" runs in the
-reproducible mode, "none" and "given, plain" in the plain one. "drafter: off" is width-one execution.
+"penalties: all" is repetition, presence and frequency penalty, `min_tokens` and bad words together.
+"seed: given" runs in the reproducible mode, "none" and "given, plain" in the plain one. "drafter:
+off" is width-one execution.
 
 What each cell must show:
 
-- **Greedy**: text, finish reason, stop reason, usage and log-probabilities are those of a plain loop over the target's table
-  and a brute-force search for stops; so they equal width-one execution token for token.
+- **Greedy**: text, finish reason, stop reason, usage and log-probabilities are those of a plain
+  loop over the target's table and a brute-force search for stops; so they equal width-one
+  execution token for token.
 - **Sampled, reproducible**: the same answer as width-one execution, token for token.
-- **Sampled**: given its own history every token becomes a uniform number under the exact law. The numbers of all cells of one
-  drafter, seed mode, penalties, min-p, bias and grammar go into one χ² test over {bins} bins at level {alpha:g}, those of a
-  drafter and seed mode into another; seeds are fixed. With the {law:,} and {mode:,} tokens they hold at least, a total variation
-  of {law_tv:.2f} and {mode_tv:.2f} from the exact law is found with a probability of 0.99.
+- **Sampled**: given its own history every token becomes a uniform number under the exact law. The
+  numbers of all cells of one drafter, seed mode, penalties, min-p and bias go into one χ² test over
+  {bins} bins at level {alpha:g}, those of a drafter and seed mode into another; seeds are fixed.
+  With the {law:,} and {mode:,} tokens they hold at least, a total variation of {law_tv:.2f} and
+  {mode_tv:.2f} from the exact law is found with a probability of 0.99.
 - **Streams** have one finish per choice and join to the whole answer; JSON is finite.
 
 ## Pairs
 
-Cells per pair of axes, all of them exact{pairs_note}.
+Values of both axes and cells per pair of values, all of them exact{pairs_note}.
 
 {pairs}
 
@@ -87,7 +92,7 @@ def _vocabulary() -> tuple[str, ...]:
 
 
 def _pair_table(names: dict[str, tuple[str, ...]], cells: int) -> str:
-    """Cells of each pair of values, by pair of axes: the product holds all of them equally often."""
+    """Cells of each pair of values: the product holds all of them equally often."""
     axes = list(names)
     lines = ["| | " + " | ".join(axes[1:]) + " |", "| --- |" + " ---: |" * (len(axes) - 1)]
     for row, first in enumerate(axes[:-1]):
