@@ -101,6 +101,7 @@ def merge_deltas(items: list[RequestItem]) -> list[RequestItem]:
                 last.tokens + item.tokens,
                 item.trim_bytes,
                 last.scores + item.scores,
+                item.prompt_scores or last.prompt_scores,
             )
         else:
             merged.append(item)

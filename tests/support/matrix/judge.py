@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from scipy.stats import chi2, ncx2
@@ -30,7 +31,21 @@ mode."""
 LOGPROB_ROUNDING = 2e-5
 
 
-def problem(cell: Cell, answer: Answer) -> str:
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request outside the matrix; its prompt is PROMPT."""
+
+    fields: dict[str, Any]
+    sampled: bool = True
+
+    def body(self) -> dict[str, Any]:
+        return self.fields
+
+
+Case = TypeVar("Case", Cell, Asked)
+
+
+def problem(cell: Cell | Asked, answer: Answer) -> str:
     """What is wrong with an answer by itself; "" = nothing."""
     if answer.status != 200:
         return f"status {answer.status}: {answer.error.get('message')}"
@@ -113,7 +128,7 @@ Law = Callable[[dict, Sequence[int], Sequence[int]], np.ndarray]
 
 
 def uniforms(
-    cell: Cell, answer: Answer, generator: np.random.Generator, exact: Law = law
+    cell: Cell | Asked, answer: Answer, generator: np.random.Generator, exact: Law = law
 ) -> list[float]:
     """Each token's place among the more probable ones, spread over its own mass: uniform and
     independent under the exact law, whatever the histories were; -1 for an impossible token."""
@@ -130,8 +145,8 @@ def uniforms(
 
 
 def p_values(
-    answers: Mapping[Cell, Answer],
-    key: Callable[[Cell], Any],
+    answers: Mapping[Case, Answer],
+    key: Callable[[Case], Any],
     exact: Law = law,
 ) -> dict[Any, tuple[float, int]]:
     """(p-value, tokens) of the sampled cells of each key."""

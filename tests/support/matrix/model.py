@@ -33,21 +33,20 @@ WRONG = Script(**{**SCRIPT.__dict__, "drafter": "list", "draft_tokens": (0, 1, 2
 """A drafter that is right by chance alone."""
 
 
-def checkpoint(folder: Path, script: Script) -> str:
-    """Make `folder` a checkpoint of the micro vocabulary."""
+def checkpoint(
+    folder: Path,
+    script: Script,
+    tokens: Sequence[str] = TOKENS,
+    *,
+    special: Sequence[int] = (EOS,),
+) -> str:
+    """Make `folder` a checkpoint whose vocabulary is `tokens`, those of `special` without text."""
     write_checkpoint(folder, script)
-    vocabulary = {text: token for token, text in enumerate(TOKENS)}
+    vocabulary = {text: token for token, text in enumerate(tokens)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
         "added_tokens": [
-            {
-                "id": EOS,
-                "content": TOKENS[EOS],
-                "special": True,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-            }
+            {"id": token, "content": tokens[token], "special": True, **flags} for token in special
         ],
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},

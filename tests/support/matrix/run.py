@@ -30,37 +30,59 @@ _UNSEEDED: ContextVar[random.Random] = ContextVar("unseeded")
 
 @dataclass
 class Answer:
-    """A response: `choices` as of a whole answer, joined where it was streamed."""
+    """A response: `choices` as of a whole answer, joined where it was streamed from `chunks`."""
 
     status: int
     error: dict[str, Any] = field(default_factory=dict)
     choices: list[dict[str, Any]] = field(default_factory=list)
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    chunks: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Of the only choice."""
+        [choice] = self.choices
+        text: str = choice["text"]
+        return text
 
 
 class Engine:
-    """One drafter's engine behind the HTTP routes."""
+    """An engine of this process behind the HTTP routes.
 
-    def __init__(self, drafter: str, folder: Path, **settings: Any) -> None:
-        script = WRONG if drafter.startswith("wrong") else SCRIPT
-        path = checkpoint(folder, script)
-        config = engine_config(path, **{**DRAFTERS[drafter], **settings})
-        self.core = start_inprocess(config)
+    Args:
+        path: a checkpoint of the scripted recipe.
+        settings: engine settings beside those of `engine_config`.
+    """
+
+    def __init__(self, path: str, **settings: Any) -> None:
+        self.core = start_inprocess(engine_config(path, **settings))
         codec = TextCodec(Path(path), ChatFormat())
         self._settings = ApiSettings(
             model_name="micro", codec=codec, chat=ChatFormat(), max_body_bytes=1 << 20
         )
+
+    def post(self, **body: Any) -> Answer:
+        """Send one body."""
+        [answer] = self.post_all([body])
+        return answer
+
+    def post_raw(self, data: bytes, path: str = "/v1/completions") -> Answer:
+        """Send bytes; they are taken for the body of one answer in one piece."""
+
+        async def call() -> Answer:
+            async with self._http() as http:
+                return read(await http.post(path, content=data), {})
+
+        return asyncio.run(call())
 
     def post_all(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
         """Send every body, several at once; answers in their order."""
         return asyncio.run(self._post_all(bodies))
 
     async def _post_all(self, bodies: Sequence[dict[str, Any]]) -> list[Answer]:
-        client = InProcessClient(self.core, max_prompt_tokens=None, render_metrics=str)
-        app = build_api(client, self._settings)
         places = asyncio.Semaphore(IN_FLIGHT)
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
-        async with httpx.AsyncClient(transport=transport, base_url="http://micro") as http:
+        async with self._http() as http:
 
             async def post(number: int, body: dict[str, Any]) -> Answer:
                 _UNSEEDED.set(random.Random(number))
@@ -70,6 +92,12 @@ class Engine:
                     return read(await asyncio.wait_for(call, REQUEST_LIMIT_S), sent)
 
             return await asyncio.gather(*(post(i, body) for i, body in enumerate(bodies)))
+
+    def _http(self) -> httpx.AsyncClient:
+        client = InProcessClient(self.core, max_prompt_tokens=None, render_metrics=str)
+        app = build_api(client, self._settings)
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
+        return httpx.AsyncClient(transport=transport, base_url="http://micro")
 
     def close(self) -> None:
         """Stop it; a round that failed shows here."""
@@ -85,6 +113,12 @@ def fix_unseeded_requests(monkeypatch: Any) -> None:
     )
 
 
+def drafter_engine(drafter: str, folder: Path) -> Engine:
+    """The micro checkpoint with one of the axis's drafters."""
+    script = WRONG if drafter.startswith("wrong") else SCRIPT
+    return Engine(checkpoint(folder, script), **DRAFTERS[drafter])
+
+
 def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, Answer]:
     """Answers of all cells, engine by engine."""
     answers: dict[Cell, Answer] = {}
@@ -92,7 +126,7 @@ def run_cells(cells: Sequence[Cell], folder: Path) -> dict[Cell, Answer]:
         own = [cell for cell in cells if cell.drafter == drafter]
         if not own:
             continue
-        engine = Engine(drafter, folder / drafter.replace(" ", "-"))
+        engine = drafter_engine(drafter, folder / drafter.replace(" ", "-"))
         try:
             found = engine.post_all([cell.body() for cell in own])
         finally:
@@ -107,7 +141,10 @@ def read(response: httpx.Response, body: dict[str, Any]) -> Answer:
         return Answer(response.status_code, error=response.json()["error"])
     if not body.get("stream"):
         whole = json.loads(response.text, parse_constant=_no_constant)
-        return Answer(200, {}, whole["choices"], whole["usage"]["completion_tokens"])
+        usage = whole["usage"]
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = usage["completion_tokens"], cached
+        return Answer(200, {}, whole["choices"], *counts)
     return _joined(response.text, body)
 
 
@@ -118,7 +155,7 @@ def _joined(text: str, body: dict[str, Any]) -> Answer:
         json.loads(event.removeprefix("data: "), parse_constant=_no_constant)
         for event in events[:-2]
     ]
-    answer = Answer(200)
+    answer = Answer(200, chunks=list(chunks))
     if (body.get("stream_options") or {}).get("include_usage"):
         last = chunks.pop()
         assert last["choices"] == [] and all(chunk["usage"] is None for chunk in chunks)

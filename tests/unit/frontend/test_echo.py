@@ -6,6 +6,7 @@ import pytest
 
 from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.contracts.record import TokenScore
+from flare_ray.frontend.stream import merge_deltas
 from tests.support.fake_engine_client import byte_tokens
 from tests.unit.frontend.conftest import error_of, sse_chunks
 
@@ -120,3 +121,10 @@ def test_prompt_logprobs_of_a_stream_are_refused_by_name(api):
 @pytest.mark.parametrize("value", [-1, 21, True, "1"])
 def test_wrong_number_of_prompt_alternatives_is_refused(api, value):
     assert error_of(api.complete(prompt_logprobs=value), 400)["param"] == "prompt_logprobs"
+
+
+def test_joined_deltas_keep_the_prompts_scores():
+    scores = (TokenScore(-1.0), TokenScore(-2.0))
+    first = Delta("r", (), prompt_scores=scores)
+    joined = [Delta("r", (1, 2), 0, (), scores)]
+    assert merge_deltas([first, Delta("r", (1,)), Delta("r", (2,))]) == joined

@@ -1,0 +1,1 @@
+"""What exact sampling costs: acceptance of the reproducible mode."""
