@@ -17,7 +17,7 @@ from flare_ray.config import EngineConfig
 from tests.support.scripted.geometry import Script, write_checkpoint
 from tests.support.scripted.recipe import DOTTED
 
-TOKENS = (*"abcdefgh", "Xy", "Yxx", "Zab", "Wcd", "é", "Vé", "<end>")
+TOKENS = (*"abcdefgh", "Xy", "Yxx", "Zab", "Wcd", "é", "Vé", "Qq", "<end>")
 EOS = len(TOKENS) - 1
 TABLE = tuple(b"" if token == EOS else text.encode() for token, text in enumerate(TOKENS))
 SCRIPT = Script(
