@@ -63,7 +63,9 @@ class TextCodec:
             for token in sorted(added)
             if not added[token].special and added[token].content.strip()
         ]
-        self.template: ChatTemplate | None = load_chat_template(folder, control, tags)
+        self.template: ChatTemplate | None = load_chat_template(
+            folder, control, tags, recipe=chat.template
+        )
         if self.template is not None:
             self._try_template(folder)
 
@@ -169,6 +171,8 @@ def _tags(chat: ChatFormat) -> tuple[str, ...]:
     tags = (
         chat.reasoning_open,
         chat.reasoning_close,
+        chat.tool_block_open,
+        chat.tool_block_close,
         chat.tool_open,
         chat.tool_close,
         chat.arg_key_open,

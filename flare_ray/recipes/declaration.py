@@ -269,10 +269,14 @@ class ChatFormat:
         tool_open / tool_close: tags around one tool call; "" = no tool calls.
         tool_style: "arg_pairs" = name, then key and value tags; "json" = one JSON object;
             "xml_parameters" = <function=name>, then <parameter=key>value</parameter>, then
-            </function>.
-        arg_key_open .. arg_value_close: tags of "arg_pairs".
+            </function>; "attributes" = the opening tag goes on with name="f">, arguments with
+            name="key" string="true">.
+        tool_block_open / tool_block_close: tags around a run of calls; "" = none.
+        arg_key_open .. arg_value_close: tags of "arg_pairs"; "attributes" has arg_key_open and
+            arg_value_close.
         reasoning_efforts: values of `reasoning_effort` that the template tells apart; others are
             refused. () = no such setting.
+        template: `package:file` of a chat template for checkpoints without one; "" = none.
     """
 
     reasoning_open: str = ""
@@ -280,12 +284,15 @@ class ChatFormat:
     prompt_opens_reasoning: bool = False
     tool_open: str = ""
     tool_close: str = ""
-    tool_style: Literal["arg_pairs", "json", "xml_parameters"] = "json"
+    tool_block_open: str = ""
+    tool_block_close: str = ""
+    tool_style: Literal["arg_pairs", "json", "xml_parameters", "attributes"] = "json"
     arg_key_open: str = ""
     arg_key_close: str = ""
     arg_value_open: str = ""
     arg_value_close: str = ""
     reasoning_efforts: tuple[str, ...] = ()
+    template: str = ""
 
 
 @dataclass(frozen=True, slots=True)

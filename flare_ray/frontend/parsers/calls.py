@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from flare_ray.frontend.parsers.attribute_calls import AttributesScanner
 from flare_ray.frontend.parsers.text import could_begin, find_first
 from flare_ray.frontend.parsers.values import argument_json, strict_json
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
@@ -30,6 +31,8 @@ def scanner_for(chat: ChatFormat, tools: Mapping[str, Mapping[str, Any]]) -> Cal
     """The scanner of the family's style."""
     if chat.tool_style == "arg_pairs":
         return ArgPairsScanner(chat, tools)
+    if chat.tool_style == "attributes":
+        return AttributesScanner(chat)
     if chat.tool_style == "xml_parameters":
         return XmlParametersScanner(chat.tool_close, tools)
     return JsonScanner(chat)

@@ -9,6 +9,9 @@ States and what ends them (R = reasoning, C = content, T = inside a tool call):
     T      -- the call is complete --> C, one `ToolCall`
     T      -- it cannot become a call --> C, its text is content, tag included
 
+Tags around a run of calls (B, where the family has them) are layout, like the white space before
+the first and between the calls: B opens where a call follows, and closes where its tag stands.
+
 A call is handed out when it is complete, never in parts: text that turns out not to be a call must
 reach the client as content, and half a call cannot be taken back. Nothing is ever lost: the pieces
 of the three kinds, tags and call syntax apart, add up to the text.
@@ -38,6 +41,7 @@ class _State(Enum):
     REASONING = auto()
     CONTENT = auto()
     CALL = auto()
+    BLOCK = auto()
 
 
 class ChatParser:
@@ -62,6 +66,7 @@ class ChatParser:
         self._tools = tools or {}
         self._buffer = ""
         self._scanner: CallScanner | None = None
+        self._layout = ""
         self.num_calls = 0
         if inside_reasoning:
             self._state = _State.REASONING
@@ -86,7 +91,10 @@ class ChatParser:
         events: list[ChatEvent] = []
         text, self._buffer = self._buffer, ""
         if self._state is _State.CALL:
-            text = self._chat.tool_open + text
+            text = self._layout + self._chat.tool_open + text
+            self._state = _State.CONTENT
+        elif self._state is _State.BLOCK:
+            text = self._layout + text
             self._state = _State.CONTENT
         self._emit(events, text)
         return events
@@ -97,6 +105,8 @@ class ChatParser:
             return self._leave_start()
         if self._state is _State.CALL:
             return self._scan_call(events)
+        if self._state is _State.BLOCK:
+            return self._scan_block(events)
         at, tag = find_first(self._buffer, self._watched())
         if at < 0:
             keep = held_back(self._buffer, self._watched())
@@ -106,11 +116,34 @@ class ChatParser:
             return False
         self._emit(events, self._buffer[:at])
         self._buffer = self._buffer[at + len(tag) :]
-        if tag == self._chat.tool_open and self._scan_calls:
+        if tag == self._chat.tool_block_open and self._scan_calls and tag:
+            self._state = _State.BLOCK
+            self._layout = tag
+        elif tag == self._chat.tool_open and self._scan_calls:
             self._state = _State.CALL
             self._scanner = scanner_for(self._chat, self._tools)
         else:
             self._state = _State.CONTENT
+        return True
+
+    def _scan_block(self, events: list[ChatEvent]) -> bool:
+        """A call, or the end of the run; anything else means that this is no run of calls."""
+        chat, rest = self._chat, self._buffer.lstrip()
+        if rest.startswith(chat.tool_open):
+            self._layout += self._buffer[: len(self._buffer) - len(rest)]
+            self._buffer = rest[len(chat.tool_open) :]
+            self._state = _State.CALL
+            self._scanner = scanner_for(chat, self._tools)
+            return True
+        if rest.startswith(chat.tool_block_close) and not self._layout:
+            self._buffer = rest[len(chat.tool_block_close) :]
+            self._state = _State.CONTENT
+            return True
+        if could_begin(rest, (chat.tool_open, chat.tool_block_close)):
+            return False
+        self._state = _State.CONTENT
+        self._emit(events, self._layout)
+        self._layout = ""
         return True
 
     def _leave_start(self) -> bool:
@@ -135,9 +168,12 @@ class ChatParser:
             call = ToolCall(self.num_calls, result.name, result.arguments)
             append_event(events, call)
             self.num_calls += 1
-        self._state = _State.CONTENT
+        in_block = isinstance(result, ParsedCall) and bool(self._chat.tool_block_open)
+        self._state = _State.BLOCK if in_block else _State.CONTENT
         if isinstance(result, Malformed):
-            self._emit(events, self._chat.tool_open + self._buffer[: result.end])
+            lost = self._layout + self._chat.tool_open
+            self._emit(events, lost + self._buffer[: result.end])
+        self._layout = ""
         self._buffer = self._buffer[result.end :]
         self._scanner = None
         return True
@@ -145,7 +181,8 @@ class ChatParser:
     def _watched(self) -> tuple[str, ...]:
         tags = (self._chat.reasoning_close,) if self._state is _State.REASONING else ()
         if self._scan_calls:
-            tags = (*tags, self._chat.tool_open)
+            # where calls come in runs, only a run opens one
+            tags = (*tags, self._chat.tool_block_open or self._chat.tool_open)
         return tuple(tag for tag in tags if tag)
 
     def _emit(self, events: list[ChatEvent], text: str) -> None:

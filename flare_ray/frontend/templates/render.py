@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def split_marked(rendered: str, marks: Marks) -> list[Piece]:
 
 
 def load_chat_template(
-    folder: Path, control_tokens: Sequence[str], tags: Sequence[str] = ()
+    folder: Path, control_tokens: Sequence[str], tags: Sequence[str] = (), *, recipe: str = ""
 ) -> ChatTemplate | None:
     """The template of a checkpoint folder: `chat_template.jinja`, else `tokenizer_config.json`.
 
@@ -219,8 +220,9 @@ def load_chat_template(
         folder: checkpoint.
         control_tokens: texts of its special tokens.
         tags: texts of its other added tokens.
+        recipe: `package:file` of the template that the recipe brings for checkpoints without one.
     Returns:
-        None if the checkpoint has no template.
+        None if neither the checkpoint nor its recipe has a template.
     Raises:
         CheckpointError: a template exists and cannot be read or compiled.
     """
@@ -235,6 +237,9 @@ def load_chat_template(
         except ValueError as error:
             raise CheckpointError(f"{config_file} is not JSON: {error}") from error
     source = _template_source(folder, config)
+    if source is None and recipe:
+        package, _, file = recipe.partition(":")
+        source = resources.files(package).joinpath(file).read_text(encoding="utf-8")
     if source is None:
         return None
     try:

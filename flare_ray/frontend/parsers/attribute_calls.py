@@ -1,0 +1,110 @@
+"""One tool call in the "attributes" style, scanned while it arrives (see `calls`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+from flare_ray.frontend.parsers.text import could_begin
+from flare_ray.frontend.parsers.values import INVALID_JSON, strict_json
+from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
+from flare_ray.recipes.declaration import ChatFormat
+
+CALL_HEAD = re.compile(r'\s+name="([^"]*)"\s*(/?)>')
+ARGUMENT_HEAD = re.compile(r'\s+name="([^"]+)"\s+string="(true|false)"\s*>')
+LONGEST_HEAD = 512
+"""Letters in which the opening tag of a call or an argument must end."""
+
+
+class AttributesScanner:
+    """` name="f">`, arguments, and the closing tag; a call without arguments may end in `/>`.
+
+    An argument is `arg_key_open name="key" string="true">value arg_value_close`. Its value runs to
+    the closing tag and may hold anything else; with string="true" it is taken raw, else it is JSON
+    (and a string after all where it is none). White space between tags is layout. A key given twice
+    makes the call malformed.
+    """
+
+    def __init__(self, chat: ChatFormat) -> None:
+        self._chat = chat
+        self._at = 0
+        self._search = 0
+        self._name = ""
+        self._key = ""
+        self._raw = True
+        self._arguments: dict[str, str] = {}
+        self._stage: Callable[[str], ParsedCall | Malformed | None] = self._scan_name
+
+    def scan(self, text: str) -> ParsedCall | Malformed | None:
+        """See `CallScanner.scan`."""
+        while True:
+            at, stage = self._at, self._stage
+            result = stage(text)
+            if result is not None:
+                return result
+            if self._at == at and self._stage == stage:
+                return None
+
+    def _head(self, text: str, form: re.Pattern[str]) -> re.Match[str] | Malformed | None:
+        """The opening tag's attributes, from where it stands to its end."""
+        end = text.find(">", self._at, self._at + LONGEST_HEAD)
+        if end < 0:
+            return None if len(text) < self._at + LONGEST_HEAD else Malformed(self._at)
+        match = form.fullmatch(text, self._at, end + 1)
+        return Malformed(self._at) if match is None else match
+
+    def _scan_name(self, text: str) -> ParsedCall | Malformed | None:
+        head = self._head(text, CALL_HEAD)
+        if head is None or isinstance(head, Malformed):
+            return head
+        self._name = head.group(1)
+        if FUNCTION_NAME.fullmatch(self._name) is None:
+            return Malformed(self._at)
+        if head.group(2):
+            return ParsedCall(self._name, "{}", head.end())
+        self._at = head.end()
+        self._stage = self._scan_next
+        return None
+
+    def _scan_next(self, text: str) -> ParsedCall | Malformed | None:
+        """An argument or the end of the call, after optional white space."""
+        opening, closing = self._chat.arg_key_open, self._chat.tool_close
+        rest = text[self._at :].lstrip()
+        start = len(text) - len(rest)
+        if rest.startswith(closing):
+            pairs = (
+                f"{json.dumps(key, ensure_ascii=False)}: {value}"
+                for key, value in self._arguments.items()
+            )
+            return ParsedCall(self._name, "{" + ", ".join(pairs) + "}", start + len(closing))
+        if rest.startswith(opening):
+            self._at = start + len(opening)
+            self._stage = self._scan_key
+            return None
+        return None if could_begin(rest, (opening, closing)) else Malformed(start)
+
+    def _scan_key(self, text: str) -> Malformed | None:
+        head = self._head(text, ARGUMENT_HEAD)
+        if head is None or isinstance(head, Malformed):
+            return head
+        self._key, self._raw = head.group(1), head.group(2) == "true"
+        if self._key in self._arguments:
+            return Malformed(self._at)
+        self._at = self._search = head.end()
+        self._stage = self._scan_value
+        return None
+
+    def _scan_value(self, text: str) -> None:
+        closing = self._chat.arg_value_close
+        at = text.find(closing, self._search)
+        if at < 0:
+            self._search = max(self._at, len(text) - len(closing) + 1)
+            return
+        raw = text[self._at : at]
+        if self._raw or strict_json(raw) is INVALID_JSON:
+            self._arguments[self._key] = json.dumps(raw, ensure_ascii=False)
+        else:
+            self._arguments[self._key] = raw.strip()
+        self._at = at + len(closing)
+        self._stage = self._scan_next
