@@ -66,23 +66,30 @@ def settings(cfg, rows: list[int]) -> dict:
             "hc_mult": cfg.hc,
             "hc_sinkhorn_iters": cfg.sink_iters,
             "hc_eps": cfg.hc_eps,
-            "engram_layer_ids": list(cfg.eng_layers),
-            "engram_vocab_size": cfg.eng_base,
-            "engram_max_ngram_size": cfg.eng_max_n,
-            "engram_n_heads": cfg.eng_heads,
-            "engram_head_dim": cfg.eng_dim,
-            "engram_pad_token_id": cfg.eng_pad,
-            "engram_compressed_vocab_size": cfg.eng_cvocab,
-            "engram_num_embeddings": rows,
-            "dspark_block_size": cfg.block,
-            "dspark_noise_token_id": cfg.noise,
-            "dspark_markov_rank": cfg.rank,
-            "dspark_target_layer_ids": list(cfg.targets),
-            "dspark_n_routed_experts": cfg.d_experts,
-            "dspark_num_experts_per_tok": cfg.d_topk,
+            **lookups(cfg, rows),
             "max_position_embeddings": 4096,
             "kv_fake_quantisation": cfg.qat,
         },
+    }
+
+
+def lookups(cfg, rows: list[int]) -> dict:
+    """Its Engram and drafter."""
+    return {
+        "engram_layer_ids": list(cfg.eng_layers),
+        "engram_vocab_size": cfg.eng_base,
+        "engram_max_ngram_size": cfg.eng_max_n,
+        "engram_n_heads": cfg.eng_heads,
+        "engram_head_dim": cfg.eng_dim,
+        "engram_pad_token_id": cfg.eng_pad,
+        "engram_compressed_vocab_size": cfg.eng_cvocab,
+        "engram_num_embeddings": rows,
+        "dspark_block_size": cfg.block,
+        "dspark_noise_token_id": cfg.noise,
+        "dspark_markov_rank": cfg.rank,
+        "dspark_target_layer_ids": list(cfg.targets),
+        "dspark_n_routed_experts": cfg.d_experts,
+        "dspark_num_experts_per_tok": cfg.d_topk,
     }
 
 
