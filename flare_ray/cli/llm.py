@@ -50,6 +50,7 @@ class EngineSettings(TypedDict, total=False):
     kv_dtype: Literal["float32", "bfloat16"] | None
     quantised_activations: Literal["as_declared", "never"]
     eager: bool
+    debug_checks: bool
     rank_timeout_s: float
     speculation: SpeculationConfig | Mapping[str, Any]
     admission: AdmissionConfig | Mapping[str, Any]

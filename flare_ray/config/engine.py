@@ -202,6 +202,12 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     eager: bool = Field(
         False, description="Run without CUDA graphs (debugging); always so on CPU (contract: G6)."
     )
+    debug_checks: bool = Field(
+        False,
+        description="Overwrite freed pages, snapshot rows and slots with NaN, and compare the "
+        "controller's and the ranks' books with their state: on every rank after each round, on "
+        "the host when the engine goes idle. Stops the engine at the first difference; slow.",
+    )
     rank_timeout_s: float = Field(
         60.0, gt=0, description="Seconds without a reply after which a rank counts as hung."
     )

@@ -193,9 +193,21 @@ class PrefillLane(msgspec.Struct, frozen=True, array_like=True):
     next_token: int = -1
 
 
+class FreedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """What nobody holds any more: the ranks overwrite it, so that a later use shows.
+
+    Attributes:
+        pages / rows / slots: page ids; snapshot rows; slots, whose last request has drained.
+    """
+
+    pages: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
+
+
 class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """One program execution on every rank. In order: `saves`, `inits`, `restores`, `grants`, the
-    program, `captures`.
+    """One program execution on every rank. In order: `saves`, `freed`, `inits`, `restores`,
+    `grants`, the program, `captures`.
 
     Attributes:
         round_id: rises by one per plan of this engine.
@@ -209,6 +221,8 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
         saves: snapshots of what earlier programs left.
         restores: at most one per slot, each of a slot among `inits`.
         captures: snapshots of the state that this plan's prompt chunks end with.
+        freed: under `debug_checks` what is overwritten, and then the rank also compares its state
+            with its books after the program; None = neither.
     """
 
     round_id: int
@@ -223,3 +237,4 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     saves: tuple[SnapshotSave, ...] = ()
     restores: tuple[SlotRestore, ...] = ()
     captures: tuple[SnapshotSave, ...] = ()
+    freed: FreedMemory | None = None

@@ -290,6 +290,8 @@ class Admission:
         self.pool.release(live.uid)
         del self.holders[live.slot]
         self.slots.give_back(live.slot)
+        if self.pool.freed is not None:
+            self.pool.freed.slots.add(live.slot)
         live.slot = -1
 
     def _queue(self, live: LiveRequest) -> None:

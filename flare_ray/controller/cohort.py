@@ -16,6 +16,7 @@ from flare_ray.contracts.plan import (
     MAX_EOS_IDS,
     MAX_LOGIT_RULES,
     MAX_SHARED_PAGES,
+    FreedMemory,
     LanePlan,
     PageGrant,
     PrefillLane,
@@ -138,6 +139,7 @@ class Planner:
         whole = [live for live in prompts if not live.prompt_left]
         prompts = whole or prompts
         prompts.sort(key=lambda live: live.last_chunk_round)
+        freed = self._freed()
         shape = self._resume_shape(len(whole)) if whole else self._chunk_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
@@ -154,6 +156,7 @@ class Planner:
             saves=self._snapshots.take_saves(),
             restores=tuple(work.restores),
             captures=tuple(work.saves),
+            freed=freed,
         )
         return plan, chosen, tuple(work.captures)
 
@@ -267,6 +270,7 @@ class Planner:
             )
         )
         shape = self._policy.choose(cohort, self._catalog.candidates(len(decoding)))
+        freed = self._freed()
         grants: list[PageGrant] = []
         lanes = []
         most_tokens = 0
@@ -285,8 +289,15 @@ class Planner:
             lanes=tuple(lanes),
             context_pages=min(pages_for(most_tokens), self._table_pages),
             saves=self._snapshots.take_saves(),
+            freed=freed,
         )
         return plan, tuple(decoding)
+
+    def _freed(self) -> FreedMemory | None:
+        """Taken before the plan gives anything away; what its own lanes make free is told later,
+        for its restores may still read it."""
+        freed = self._admission.pool.freed
+        return None if freed is None else freed.take()
 
     def _ceiling(self, live: LiveRequest) -> int:
         """Most drafts that can be of use and that stay inside the request's worst case (contract:

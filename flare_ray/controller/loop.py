@@ -31,9 +31,11 @@ from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.cohort import Planner, SubmittedRound
 from flare_ray.controller.harvest import Harvester
+from flare_ray.controller.integrity import request_problems
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.chain import TokenChain
+from flare_ray.controller.paging.freed import FreedSince
 from flare_ray.controller.paging.pool import PagePool
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
@@ -133,6 +135,9 @@ class Controller:
         self._eos_ids = frozenset(manifest.eos_ids)
         self._token_bytes = token_bytes
         self._pool = PagePool(manifest.num_pages)
+        self._is_debugging = config.debug_checks
+        if config.debug_checks:
+            self._pool.freed = FreedSince()
         self.cache = PrefixCache(manifest, config, self._pool, channel, clock=recorder.clock)
         self._snapshots = self.cache.snapshots
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
@@ -407,19 +412,24 @@ class Controller:
     def check_integrity(self) -> None:
         """Prove that pages, references, reservations, slots, epochs and snapshots add up.
 
-        Runs whenever the engine goes idle; the controller's thread only.
+        Runs under `debug_checks` whenever the engine goes idle, and after every test; between two
+        steps, the controller's thread only.
 
         Raises:
             ContractViolation: what does not.
         """
+        problems = list(request_problems(self._admission, self._requests, self._in_flight))
+        if problems:
+            raise ContractViolation("requests are damaged: " + "; ".join(problems))
         self._admission.check_integrity()
 
     def _check_when_idle(self) -> None:
-        """Once per idle period: every page is accounted for, and nobody holds any."""
+        """Once per idle period: nobody holds a page, and in debug mode everything adds up."""
         if self._requests or self._in_flight:
             self._is_clean = False
         elif not self._is_clean:
-            self.check_integrity()
+            if self._is_debugging:
+                self.check_integrity()
             if not self._pool.is_untouched:
                 raise ContractViolation("pages are held although no request is live")
             self._is_clean = True

@@ -26,6 +26,7 @@ from flare_ray.device.sampling.scores import FIRST_ID, FIRST_LOGPROB
 from flare_ray.device.speculation.inputs import FilterBounds, LaneBounds
 from flare_ray.device.speculation.record import Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
+from flare_ray.device.state.debug import ledger_problems, poison
 from flare_ray.device.state.layout import StateLimits
 from flare_ray.device.state.ledger import SlotLedger, lanes_of, may_publish
 from flare_ray.device.state.snapshot_host import SnapshotArena
@@ -138,6 +139,8 @@ class RankExecutor:
             prompt_scores = self._prompt_scores(plan, program)
             self._frames.release(frame)
         self._ledger.complete(plan, values)
+        if plan.freed is not None:
+            self.check_integrity()
         return RoundReply(
             rank=self._rank,
             round_id=plan.round_id,
@@ -171,18 +174,24 @@ class RankExecutor:
             self.staging.stop()
 
     def check_integrity(self) -> None:
-        """Compare request state with its invariants; synchronises, for tests and debugging.
+        """Compare request state with its invariants and with the ledger; synchronises, for tests
+        and debugging.
 
         Raises:
             ContractViolation: names the slot, field and value.
         """
         with torch.inference_mode():
             self.store.check_integrity()
+            problems = list(ledger_problems(self._ledger, self.store))
+        if problems:
+            raise ContractViolation("the ledger is damaged: " + "; ".join(problems))
 
     def _hand_over(self, plan: RoundPlan) -> None:
         """State changes between programs, in the order that the plan promises."""
         for save in plan.saves:
             self.store.save(save)
+        if plan.freed is not None:
+            poison(self.store, plan.freed)
         for init in plan.inits:
             self.store.init_slot(init)
         for restore in plan.restores:

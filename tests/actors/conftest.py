@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.integrity import books_add_up as books_add_up
 from tests.support.scripted_engine import scripted_checkpoint
 
 CPUS = 4

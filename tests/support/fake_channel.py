@@ -156,6 +156,7 @@ class FakeChannel:
             self._check_plan(plan)
             for save in plan.saves:
                 self._apply_save(save)
+            self._forget_freed(plan)
             for init in plan.inits:
                 self._apply_init(init)
             self._apply_restores(plan)
@@ -241,6 +242,22 @@ class FakeChannel:
         _require(not reused_early, f"slot {init.slot} reused under a queued round")
         self._slots[init.slot] = _Slot(init=init)
         self.rows_by_request.setdefault(init.uid, [])
+
+    def _forget_freed(self, plan: RoundPlan) -> None:
+        """What was freed is gone: a later read of it is noticed by its missing tokens."""
+        if plan.freed is None:
+            return
+        for page in plan.freed.pages:
+            owner = self._owner.get(page)
+            _require(owner is None or not self._is_queued(*owner), f"page {page} freed too early")
+            self._content[page] = {}
+        for row in plan.freed.rows:
+            self._rows.pop(row, None)
+        for index in plan.freed.slots:
+            slot = self._slots[index]
+            epoch = slot.init.epoch if slot.init is not None else 0
+            _require(not self._is_queued(index, epoch), f"slot {index} freed under a queued round")
+            slot.history, slot.published = [], ()
 
     def _apply_save(self, save: SnapshotSave) -> None:
         _require(0 <= save.row < self.manifest.snapshot_rows, f"row {save.row} was not prepared")

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.controller.paging.freed import FreedSince
 from flare_ray.errors import ContractViolation
 
 
@@ -37,6 +38,8 @@ class PagePool:
 
     Args:
         num_pages: pages of the pool, the null page 0 included.
+    Attributes:
+        freed: is told of pages that become free and that are given away again; None = nobody is.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -51,6 +54,7 @@ class PagePool:
         self._holds = [0] * num_pages
         self._cached = 0
         self._evict: Callable[[], bool] = _nothing_to_evict
+        self.freed: FreedSince | None = None
 
     @property
     def free_pages(self) -> int:
@@ -131,7 +135,7 @@ class PagePool:
                 f"request {owner} asks for {pages} pages beyond its reservation of "
                 f"{self._reserved.get(owner, 0)}, {len(held or ())} granted"
             )
-        taken = tuple(self._free.pop() for _ in range(pages))
+        taken = self._take_free(pages)
         held.extend(taken)
         for page in taken:
             self._owners[page] = 1
@@ -183,7 +187,7 @@ class PagePool:
         """
         if pages > self.free_pages or not self._make_free(pages):
             return None
-        taken = tuple(self._free.pop() for _ in range(pages))
+        taken = self._take_free(pages)
         for page in taken:
             self._holds[page] = 1
         self._cached += pages
@@ -204,7 +208,7 @@ class PagePool:
             self._holds[page] -= 1
             if not self._holds[page] and not self._owners[page]:
                 self._cached -= 1
-                self._free.append(page)
+                self._set_free(page)
 
     def _make_free(self, pages: int) -> bool:
         """Evict snapshots until `pages` are free and not promised."""
@@ -212,6 +216,17 @@ class PagePool:
             if not self._evict():
                 return False
         return True
+
+    def _set_free(self, page: int) -> None:
+        self._free.append(page)
+        if self.freed is not None:
+            self.freed.pages.add(page)
+
+    def _take_free(self, pages: int) -> tuple[int, ...]:
+        taken = tuple(self._free.pop() for _ in range(pages))
+        if self.freed is not None:
+            self.freed.pages.difference_update(taken)
+        return taken
 
     def _own(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -226,7 +241,7 @@ class PagePool:
             if self._holds[page]:
                 self._cached += 1
             else:
-                self._free.append(page)
+                self._set_free(page)
 
     def check_integrity(self, held: Iterable[int] = ()) -> None:
         """Recount everything.

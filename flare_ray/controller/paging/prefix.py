@@ -208,7 +208,7 @@ class PrefixIndex:
         del self._claimed[snapshot.key]
         self._pool.drop(snapshot.pages)
         snapshot.pages = ()
-        self._free_rows.append(snapshot.row)
+        self._set_free(snapshot.row)
 
     def evict(self) -> bool:
         """Drop the least valuable snapshot; False if every one is pinned."""
@@ -267,10 +267,17 @@ class PrefixIndex:
 
     def _claim(self, snapshot: Snapshot) -> Snapshot:
         snapshot.row = self._free_rows.pop()
+        if self._pool.freed is not None:
+            self._pool.freed.rows.discard(snapshot.row)
         self._claimed[snapshot.key] = snapshot
         return snapshot
 
     def _remove(self, snapshot: Snapshot) -> None:
         self._map.remove(snapshot)
         self._pool.drop(snapshot.pages)
-        self._free_rows.append(snapshot.row)
+        self._set_free(snapshot.row)
+
+    def _set_free(self, row: int) -> None:
+        self._free_rows.append(row)
+        if self._pool.freed is not None:
+            self._pool.freed.rows.add(row)

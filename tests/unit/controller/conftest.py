@@ -17,6 +17,7 @@ from tests.support.fake_channel import (
     hashed_script,
     make_manifest,
 )
+from tests.support.integrity import books_add_up as books_add_up
 
 GREEDY = SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 TOKEN_BYTES = [bytes([token]) for token in range(256)]
@@ -57,6 +58,7 @@ class Harness:
             context_tokens=self.manifest.context_tokens,
             queue_depth=queue_depth,
             device="cpu",
+            debug_checks=True,
             speculation=SpeculationConfig(**(speculation or {})),
             admission=AdmissionConfig(**(admission or {})),
             **engine,
