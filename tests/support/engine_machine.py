@@ -27,6 +27,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import Status, unpack_rows
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
+from flare_ray.contracts.tiers import TierOrder, TierOutcome
 from flare_ray.controller.loop import Controller
 from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.verification import FixedPolicy
@@ -73,6 +74,13 @@ class DirectChannel:
 
     def receive(self, timeout_s: float) -> RoundResult | None:
         return self._results.popleft() if self._results else None
+
+    def order(self, order: TierOrder) -> None:
+        """A machine with tiers brings a channel of its own."""
+        raise AssertionError(f"this engine has no tiers, yet moves {order}")
+
+    def take_outcomes(self) -> tuple[TierOutcome, ...]:
+        return ()
 
     def wake(self) -> None:
         """Nobody waits."""
