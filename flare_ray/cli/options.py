@@ -31,6 +31,7 @@ SETTINGS: dict[str, str] = {
     "kv_dtype": "kv_dtype",
     "quantised_activations": "quantised_activations",
     "eager": "eager",
+    "debug_checks": "debug_checks",
     "queue_depth": "queue_depth",
     "rank_timeout": "rank_timeout_s",
     "concurrency": "concurrency",
@@ -135,6 +136,9 @@ class EngineOptions:
     kv_dtype: Annotated[str | None, _setting("kv_dtype")] = None
     quantised_activations: Annotated[str | None, _setting("quantised_activations")] = None
     eager: Annotated[bool | None, _setting("eager", flags="--eager/--no-eager")] = None
+    debug_checks: Annotated[
+        bool | None, _setting("debug_checks", flags="--debug-checks/--no-debug-checks")
+    ] = None
     queue_depth: Annotated[int | None, _setting("queue_depth")] = None
     rank_timeout: Annotated[float | None, _setting("rank_timeout")] = None
     concurrency: Annotated[int | None, _setting("concurrency")] = None

@@ -60,6 +60,7 @@ def test_every_row_of_the_table_is_an_option():
         ("kv_dtype", "bfloat16"),
         ("quantised_activations", "never"),
         ("eager", True),
+        ("debug_checks", True),
         ("queue_depth", 2),
         ("rank_timeout", 5.0),
         ("concurrency", 7),
@@ -78,6 +79,7 @@ def test_every_row_of_the_table_is_an_option():
         ("max_waiting", 9),
         ("retry_after", 0.5),
         ("max_prompt_tokens", 100),
+        ("preemption", False),
     ],
 )
 def test_option_replaces_its_setting(option, value):
