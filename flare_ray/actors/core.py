@@ -15,11 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from flare_ray.actors.wire import check_message_bounds
 from flare_ray.config import EngineConfig
+from flare_ray.contracts.cache import ALL_TIERS, CacheReset, CacheStats
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, Heartbeat, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
+from flare_ray.contracts.tiers import Tier
 from flare_ray.controller.loop import Controller, ControllerStats
 from flare_ray.controller.ports import OutputPort, RankChannel
 from flare_ray.errors import InvalidRequest, Overloaded, RankFailure
@@ -30,6 +34,8 @@ logger = logging.getLogger("ray.serve.flare")
 
 STOP_LIMIT_S = 10.0
 """Seconds for the controller's thread to end once it no longer drains."""
+RESET_LOOK_S = 0.5
+"""Between two looks whether the controller that was asked for a reset is still there."""
 READINESS_LIMIT_S = 120.0
 """Seconds for the first generation; on CUDA it is the first replay of every kind of graph it
 needs."""
@@ -273,6 +279,30 @@ class EngineCore:
         """The engine's metrics, at once."""
         return self.recorder.snapshot()
 
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache holds and did, at once."""
+        return msgspec.structs.replace(self._controller.cache.stats(), engine_id=self.engine_id)
+
+    def reset_cache(self, tiers: frozenset[Tier] = ALL_TIERS) -> CacheReset:
+        """Forget every kept prefix of some tiers; returns when it is done.
+
+        Raises:
+            RankFailure: the engine has failed or stops.
+        """
+        done = threading.Event()
+        results: list[CacheReset] = []
+
+        def note(reset: CacheReset) -> None:
+            results.append(reset)
+            done.set()
+
+        self._controller.cache.reset(tiers, note)
+        self.parts.channel.wake()
+        while not done.wait(RESET_LOOK_S):
+            if not self._thread.is_alive():
+                raise RankFailure(self.fatal or "the engine has stopped", rank=-1, round_id=-1)
+        return msgspec.structs.replace(results[0], engine_id=self.engine_id)
+
     def health(self) -> None:
         """Return if rounds make progress; never waits for one.
 
@@ -344,6 +374,8 @@ class EngineCore:
             self._released = True
         self.parts.release_ranks()
         self.parts.channel.close()
+        # Not earlier: whoever takes the directory next must not meet a rank that still writes.
+        self._controller.cache.close()
 
     def _fail_remaining(self, message: str, *, remote: bool) -> None:
         """End what the controller could not: a request is never left without an answer.

@@ -22,6 +22,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from flare_ray.contracts.cache import CacheStats
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.metrics.recorder import Snapshot
 
@@ -63,6 +64,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
         time_s: wall-clock seconds when it was taken.
         ready: it takes requests.
         running / waiting: live requests with and without a slot.
+        cache: its prefix cache.
     """
 
     engine_id: str
@@ -73,6 +75,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     free_pages: int
     total_pages: int
     metrics: Snapshot
+    cache: CacheStats | None = None
 
 
 _decode_record = msgspec.msgpack.Decoder(EngineRecord).decode

@@ -19,6 +19,7 @@ import msgspec
 import ray
 from ray import serve
 
+from flare_ray.actors.cache_notice import CacheNotice
 from flare_ray.actors.core import EngineCore, EngineParts, new_engine_id
 from flare_ray.actors.directory import BEAT_S, EngineDirectory, EngineRecord, EngineReport
 from flare_ray.actors.placement import ENGINE_DEPLOYMENT, check_apart, own_placement_group
@@ -31,6 +32,7 @@ from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import FlareError, InvalidRequest, Overloaded, RankFailure
 from flare_ray.metrics.export import render
 
@@ -69,6 +71,8 @@ class EngineHost:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._prepare = prepare
         self._directory = EngineDirectory(application)
+        self._notice = CacheNotice(application)
+        self._last_reset = ""
         self._group = own_placement_group(config)
         self._ranks: Ranks | None = None
         self._core: EngineCore | None = None
@@ -241,13 +245,25 @@ class EngineHost:
                 free_pages=stats.free_pages,
                 total_pages=stats.total_pages,
                 metrics=core.snapshot(),
+                cache=core.cache_stats(),
             )
             try:
                 self._directory.report(report)
+                self._heed_reset(core)
             except Exception:
                 # The control service may be away for a moment; rounds go on without it.
                 logger.exception("engine %s could not report", self.engine_id)
             self._closing.wait(BEAT_S)
+
+    def _heed_reset(self, core: EngineCore) -> None:
+        """Do a reset of the prefix cache that every engine is asked for, once."""
+        notice = self._notice.asked(self._last_reset)
+        if notice is None or core.fatal:
+            return
+        self._last_reset = notice.notice_id
+        reset = core.reset_cache(frozenset(map(Tier, notice.tiers)))
+        self._notice.answer(self.engine_id, notice, reset)
+        logger.info("engine %s: prefix cache reset, dropped %s", self.engine_id, reset.dropped)
 
 
 class Engine(EngineHost):

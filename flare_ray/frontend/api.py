@@ -5,7 +5,7 @@
     POST /v1/messages           POST /v1/messages/count_tokens
     POST /tokenize              POST /detokenize
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
-    GET /metrics  Prometheus text of all engines
+    GET /metrics  Prometheus text of all engines            /admin/...   see `admin.py`
 
 Other routes of these APIs are refused by name (`openai/refused.py`). Health and metrics need no API
 key: probes and scrapers have none.
@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from flare_ray.frontend.admin import AdminRoutes
 from flare_ray.frontend.anthropic.prepare import check_version, count_tokens, prepare_message
 from flare_ray.frontend.client import EngineClient, EngineInfo
 from flare_ray.frontend.generation import AnswerWriter, Generator
@@ -67,6 +68,9 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
         ("/metrics", routes.metrics),
     ):
         app.add_route(path, guarded(handler), methods=["GET"])
+    admin = AdminRoutes(client)
+    app.add_route("/admin/cache", guarded(admin.cache), methods=["GET"])
+    app.add_route("/admin/cache/reset", guarded(admin.reset), methods=["POST"])
     for name in REFUSED:
         for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
             app.add_route(path, guarded(_refused), methods=list(EVERY_METHOD))

@@ -11,9 +11,11 @@ from typing import Protocol
 
 import msgspec
 
+from flare_ray.contracts.cache import CacheReset, CacheStats
 from flare_ray.contracts.manifest import SamplingDefaults
 from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.tiers import Tier
 
 StreamEvent = Delta | Finished | Failed
 """What a stream yields: any number of `Delta`, then exactly one `Finished` or `Failed`."""
@@ -72,6 +74,16 @@ class EngineClient(Protocol):
 
         Raises:
             Overloaded: status 503: no engine is ready, nor was one within the client's limit.
+        """
+
+    async def cache(self) -> list[CacheStats]:
+        """The prefix cache of every engine."""
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        """Have every engine forget what it keeps in `tiers`; returns when all have.
+
+        Raises:
+            Overloaded: status 503: some engine did not answer.
         """
 
     async def metrics(self) -> str:

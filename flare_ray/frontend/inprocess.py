@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from flare_ray.contracts.cache import CacheReset, CacheStats
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Admitted, Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
@@ -40,6 +42,12 @@ class LocalEngine(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request; unknown ids are no error."""
+
+    def cache_stats(self) -> CacheStats:
+        """What the prefix cache holds and did."""
+
+    def reset_cache(self, tiers: frozenset[Tier]) -> CacheReset:
+        """Forget every kept prefix of some tiers; blocks until it is done."""
 
 
 class InProcessClient:
@@ -89,6 +97,14 @@ class InProcessClient:
     async def request_info(self) -> EngineInfo:
         """See `EngineClient.request_info`; an engine of this process that has ended stays so."""
         return await self.info()
+
+    async def cache(self) -> list[CacheStats]:
+        """See `EngineClient.cache`."""
+        return [self._engine.cache_stats()]
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        """See `EngineClient.reset_cache`."""
+        return [await asyncio.to_thread(self._engine.reset_cache, tiers)]
 
     async def metrics(self) -> str:
         """See `EngineClient.metrics`."""

@@ -22,9 +22,11 @@ from typing import Protocol
 
 import msgspec
 
+from flare_ray.contracts.cache import CacheReset, CacheStats
 from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished
 from flare_ray.contracts.request import GenerationRequest
-from flare_ray.errors import FlareError, Overloaded
+from flare_ray.contracts.tiers import Tier
+from flare_ray.errors import FlareError, InvalidRequest, Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
 from flare_ray.frontend.stream import Inbox, RequestItem, StreamTable, failure_error
@@ -65,6 +67,16 @@ class OutputStream(Protocol):
         """Drop later items; idempotent."""
 
 
+class EngineCaches(Protocol):
+    """Prefix caches of all engines, as `EngineClient` asks for them."""
+
+    async def cache(self) -> list[CacheStats]:
+        """See `EngineClient.cache`."""
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        """See `EngineClient.reset_cache`."""
+
+
 class RemoteClient:
     """Client of the engines behind `submit`.
 
@@ -73,6 +85,7 @@ class RemoteClient:
         table: what `outputs` delivers to.
         find: facts about a ready engine, None if there is none.
         metrics: Prometheus text of all engines.
+        caches: prefix caches of all engines; None where administration is served elsewhere.
 
     Attributes:
         calls: watchers of open calls; held here so that one outlives the stream it belongs to.
@@ -88,12 +101,14 @@ class RemoteClient:
         table: StreamTable,
         find: Callable[[], Awaitable[EngineInfo | None]],
         metrics: Callable[[], Awaitable[str]],
+        caches: EngineCaches | None = None,
     ) -> None:
         self.submit = submit
         self.outputs = outputs
         self.table = table
         self._find = find
         self._metrics = metrics
+        self._caches = caches
         self.calls: set[asyncio.Task[None]] = set()
         self.draining = False
         self.streams: set[RemoteStream] = set()
@@ -159,6 +174,19 @@ class RemoteClient:
                 status=503,
             )
         return self._known
+
+    async def cache(self) -> list[CacheStats]:
+        """See `EngineClient.cache`."""
+        return await self._engine_caches().cache()
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        """See `EngineClient.reset_cache`."""
+        return await self._engine_caches().reset_cache(tiers)
+
+    def _engine_caches(self) -> EngineCaches:
+        if self._caches is None:
+            raise InvalidRequest("this replica does not administer engines", status=404)
+        return self._caches
 
     async def metrics(self) -> str:
         """See `EngineClient.metrics`."""

@@ -19,12 +19,16 @@ from ray.exceptions import RayError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from flare_ray.actors.cache_notice import CacheNotice
 from flare_ray.actors.directory import EngineDirectory, EngineRecord
 from flare_ray.actors.draining import POLL_S, Drain, OpenRequests, Stage
 from flare_ray.actors.stream_receiver import StreamReceiver
 from flare_ray.config import DeploymentConfig
+from flare_ray.contracts.cache import CacheReset, CacheStats
 from flare_ray.contracts.messages import Failed, Finished
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.tiers import Tier
+from flare_ray.errors import Overloaded
 from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.inprocess import engine_info
 from flare_ray.frontend.remote import RemoteClient
@@ -35,6 +39,10 @@ logger = logging.getLogger("ray.serve.flare")
 
 SILENT_S = 4.0
 """Seconds without a new report after which an engine counts as gone; it reports each second."""
+
+RESET_LIMIT_S = 10.0
+"""Seconds in which every engine must have confirmed a reset; each looks for one every second."""
+RESET_POLL_S = 0.2
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Finished | Failed).decode
@@ -86,6 +94,7 @@ class EngineFinder:
 
     def __init__(self, application: str, config: DeploymentConfig) -> None:
         self._directory = EngineDirectory(application)
+        self._notice = CacheNotice(application)
         self._config = config
         self._seen: dict[str, tuple[float, float]] = {}
 
@@ -113,6 +122,33 @@ class EngineFinder:
         """The stream secret of an engine, None if it is not listed."""
         record = await asyncio.to_thread(self._directory.engine, engine_id)
         return None if record is None else record.secret
+
+    async def cache(self) -> list[CacheStats]:
+        """See `EngineClient.cache`; as of each engine's last report."""
+        reports = await asyncio.to_thread(self._directory.reports)
+        return [report.cache for report in reports if report.cache is not None]
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        """See `EngineClient.reset_cache`."""
+        notice_id = await asyncio.to_thread(self._notice.ask, tiers)
+        deadline_s = time.monotonic() + RESET_LIMIT_S
+        while True:
+            await asyncio.sleep(RESET_POLL_S)
+            reports = await asyncio.to_thread(self._directory.reports)
+            engines = [report.engine_id for report in reports if report.ready]
+            done = await asyncio.to_thread(
+                lambda names: [self._notice.done(name, notice_id) for name in names], engines
+            )
+            if engines and all(done):
+                return [reset for reset in done if reset is not None]
+            if time.monotonic() > deadline_s:
+                silent = [name for name, reset in zip(engines, done, strict=True) if not reset]
+                raise Overloaded(
+                    f"engines {', '.join(silent) or '(none is ready)'} did not confirm the reset; "
+                    "send it again",
+                    retry_after_s=RESET_LIMIT_S,
+                    status=503,
+                )
 
     async def metrics(self) -> str:
         """Prometheus text of all engines that report."""
@@ -146,6 +182,7 @@ class ServeClient:
             table=table,
             find=finder.ready,
             metrics=finder.metrics,
+            caches=finder,
         )
         self._drain = Drain(application)
         self._tasks: list[asyncio.Task[None]] = []

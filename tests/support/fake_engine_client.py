@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from flare_ray.contracts.cache import CacheReset, CacheStats, TierStats
 from flare_ray.contracts.manifest import SamplingDefaults
 from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import FlareError, Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 
@@ -59,6 +61,7 @@ class FakeEngineClient:
         self.running: set[str] = set()
         self.cancelled: list[str] = []
         self.engine_info = INFO
+        self.resets: list[frozenset[Tier]] = []
 
     async def open(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)
@@ -74,6 +77,34 @@ class FakeEngineClient:
 
     async def request_info(self) -> EngineInfo:
         return await self.info()
+
+    async def cache(self) -> list[CacheStats]:
+        tier = TierStats(
+            tier="device",
+            snapshots=2,
+            used_bytes=2000,
+            limit_bytes=8000,
+            saved_tokens=300,
+            saved_bytes=2600,
+            restored_tokens=128,
+            restored_bytes=1200,
+            evicted_tokens=0,
+            evicted_bytes=0,
+        )
+        return [
+            CacheStats(
+                engine_id="engine-1",
+                queried_tokens=400,
+                hit_tokens=128,
+                moves=0,
+                resets=len(self.resets),
+                tiers=(tier,),
+            )
+        ]
+
+    async def reset_cache(self, tiers: frozenset[Tier]) -> list[CacheReset]:
+        self.resets.append(tiers)
+        return [CacheReset(engine_id="engine-1", dropped=dict.fromkeys(tiers, 1), in_use=0)]
 
     async def metrics(self) -> str:
         return "# TYPE up gauge\nup 1\n"

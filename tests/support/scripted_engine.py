@@ -19,7 +19,14 @@ def scripted_checkpoint(folder: Path) -> str:
     """Random rows over 256 tokens, where token n is the byte n; the drafter is right about half
     the time."""
     write_checkpoint(folder, Script(vocab_size=VOCAB_SIZE, seed=3, max_context_tokens=MAX_CONTEXT))
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(VOCAB_SIZE)}
+    write_byte_tokenizer(folder, VOCAB_SIZE)
+    (folder / "model.safetensors").touch()
+    return str(folder)
+
+
+def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
+    """tokenizer.json where token n is the byte n."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(vocab_size)}
     steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     tokenizer = {
         "added_tokens": [],
@@ -27,8 +34,6 @@ def scripted_checkpoint(folder: Path) -> str:
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "model.safetensors").touch()
-    return str(folder)
 
 
 def scripted_config(checkpoint: str, **fields) -> EngineConfig:

@@ -135,8 +135,11 @@ class Tiers:
     # What the device tier does.
 
     def published(self, snapshot: Snapshot) -> None:
-        """A snapshot became findable on the device: copy it when there is time."""
-        if self.enabled:
+        """A snapshot became findable on the device: copy it when there is time.
+
+        One of less than a page is not worth a request's wait, so it is not copied.
+        """
+        if self.enabled and snapshot.tokens >= PAGE_TOKENS:
             self._to_store.append(snapshot)
 
     def used(self, key: Key) -> None:
