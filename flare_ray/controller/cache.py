@@ -130,7 +130,7 @@ class PrefixCache:
         return CacheStats(
             queried_tokens=snapshots.queried_tokens,
             hit_tokens=snapshots.hit_tokens,
-            moves=self._tiers.open_orders,
+            moves=self._tiers.pending_moves,
             resets=self._resets,
             tiers=(self._device_stats(), self._lower(Tier.HOST), self._lower(Tier.DISK)),
         )

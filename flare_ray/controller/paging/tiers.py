@@ -125,12 +125,12 @@ class Tiers:
     @property
     def is_busy(self) -> bool:
         """Whether something is moving or waits to be moved."""
-        return bool(self._open or self._ready or self._to_store or self._to_write)
+        return bool(self.pending_moves or self.book.deletions)
 
     @property
-    def open_orders(self) -> int:
-        """Orders that some rank has not reported."""
-        return len(self._open)
+    def pending_moves(self) -> int:
+        """Orders that some rank has not reported, and copies that have not begun."""
+        return len(self._open) + len(self._to_store) + len(self._to_write)
 
     # What the device tier does.
 
