@@ -41,7 +41,7 @@ SPEC = StateSpec(
     groups=(
         StateGroup("pages", "page", (64, 40), "target"),
         StateGroup("matrix", "column", (32, 64), "target", dtype="float32"),
-        StateGroup("tail", "ring", (3,), "drafter", entries=12),
+        StateGroup("open", "ring", (3,), "drafter", entries=12),
         StateGroup("count", "row", (5,), "target", dtype="int64"),
     ),
     feedback_width=16,
