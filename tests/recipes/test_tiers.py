@@ -79,7 +79,8 @@ class Moves:
                 if group.kind == "page":
                     store.groups[group.name][list(pages)] = float("nan")
                 else:
-                    store.snapshots.rows[group.name][row] = float("nan")
+                    target = store.snapshots.rows[group.name][row]
+                    target.fill_(float("nan") if target.is_floating_point() else 2**40)
             store.snapshots.tail[row] = float("nan")
             store.snapshots.sampling_vector[row] = float("nan")
         poison_free(self.rank.staging.arena)
@@ -198,7 +199,11 @@ def test_one_stale_byte_of_a_host_copy_would_be_caught(engine):
     moves = Moves(engine)
     pages = pages_of(origin, 66)
     moves.well(TierMove.STORE, 66, row=ROW, pages=pages)
-    place = next(p for p in moves.rank.staging.arena.layout.places(66) if "recurrent" in p.name)
+    place = next(
+        p
+        for p in moves.rank.staging.arena.layout.places(66)
+        if "recurrent" in p.name or "window" in p.name
+    )
     memory = moves.rank.staging.arena.memory.numpy()
     memory[OFFSET + place.start : OFFSET + place.start + place.num_bytes] = 0
     moves.wipe(pages, ROW)

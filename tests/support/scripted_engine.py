@@ -19,14 +19,7 @@ def scripted_checkpoint(folder: Path) -> str:
     """Random rows over 256 tokens, where token n is the byte n; the drafter is right about half
     the time."""
     write_checkpoint(folder, Script(vocab_size=VOCAB_SIZE, seed=3, max_context_tokens=MAX_CONTEXT))
-    write_byte_tokenizer(folder, VOCAB_SIZE)
-    (folder / "model.safetensors").touch()
-    return str(folder)
-
-
-def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json where token n is the byte n."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(vocab_size)}
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(VOCAB_SIZE)}
     steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
     tokenizer = {
         "added_tokens": [],
@@ -34,6 +27,8 @@ def write_byte_tokenizer(folder: Path, vocab_size: int) -> None:
         "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "model.safetensors").touch()
+    return str(folder)
 
 
 def scripted_config(checkpoint: str, **fields) -> EngineConfig:
