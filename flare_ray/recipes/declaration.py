@@ -74,23 +74,30 @@ class StateGroup:
                 live history; a round rewrites it to entries 0 .. keep - 1 and appends its rows
         ring    [S + 1, entries, *shape], the last positions, entry = position % entries
         row     [S + 1, *shape], one row, always live
+        replayed  [S + 1, heads, keys, values], a delta rule's matrices before the last round; live
+                is what replaying that round's records 0 .. column makes of them
+        record  [S + 1, 8, *shape], what each row of the last round did to a replayed group; one
+                record that does nothing stands in entry 0 after a prefill or a restore
 
     Attributes:
         name: key in the state store.
         dtype: "float32", "activation" (the engine's dtype), "int64".
         keep: history rows of a window.
         entries: ring entries.
+        records: of a replayed group, the names of its record groups: corrections [heads, values],
+            normalised keys [key heads, keys], decays [heads]; all float32.
         sharded: already divided by the TP degree in `shape` (information for `plan` only).
     """
 
     name: str
-    kind: Literal["page", "column", "window", "ring", "row"]
+    kind: Literal["page", "column", "window", "ring", "row", "replayed", "record"]
     shape: tuple[int, ...]
     family: Family
     dtype: Literal["float32", "activation", "int64"] = "activation"
     keep: int = 0
     entries: int = 0
     sharded: bool = False
+    records: tuple[str, str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flare_ray.device.ops.gated_delta import chunked
+from flare_ray.device.ops.gated_delta import chunked, records
 from flare_ray.device.ops.gated_delta.api import (
     GatedDeltaRule,
     GatedRows,
     HeadShape,
+    RecordedStates,
+    Records,
     SavedStates,
 )
+from flare_ray.device.ops.gated_delta.records import forget, replayed
 from flare_ray.device.ops.gated_delta.reference import gated_delta_rule
 from flare_ray.errors import ContractViolation
 
@@ -109,3 +112,131 @@ def test_rows_of_other_heads_are_refused():
     saved = SavedStates(torch.zeros(4, *SHAPES[1].state), torch.tensor([0]), torch.arange(2))
     with pytest.raises(ContractViolation, match="mixed has shape"):
         GatedDeltaRule(SHAPES[1]).round(rows, saved)
+
+
+# The compact form (contract: M2).
+
+
+def no_records(slots: int, heads: HeadShape) -> Records:
+    """Records that were never written, but for entry 0."""
+    made = Records(
+        torch.full((slots, 8, heads.value_heads, heads.value_dim), float("nan")),
+        torch.full((slots, 8, heads.key_heads, heads.key_dim), float("nan")),
+        torch.full((slots, 8, heads.value_heads), float("nan")),
+    )
+    forget(made, torch.arange(slots))
+    return made
+
+
+class Both:
+    """The same lanes in columns and in records, in slots of their own order."""
+
+    def __init__(self, heads: HeadShape, batch: int) -> None:
+        self.rule, self.batch = GatedDeltaRule(heads), batch
+        start = torch.randn(batch + 2, *heads.state)
+        self.columns = start.unsqueeze(1).repeat(1, 8, 1, 1, 1)
+        self.base, self.records = start.clone(), no_records(batch + 2, heads)
+        self.slots = torch.randperm(batch + 2)[:batch]
+        self.column = torch.zeros(batch, dtype=torch.int64)
+
+    def round(self, width: int, emitted: torch.Tensor) -> bool:
+        """Whether outputs and live states are equal bit by bit; `emitted` [B] rows are accepted."""
+        rows = random_rows(self.batch, width, self.rule.heads)
+        places = self.slots.unsqueeze(1) * 8 + torch.arange(width)
+        saved = SavedStates(
+            self.columns.flatten(0, 1), self.slots * 8 + self.column, places.view(-1)
+        )
+        wanted = self.rule.round(rows, saved)
+        got = self.rule.recorded_round(
+            rows, RecordedStates(self.base, self.records, self.slots, self.column)
+        )
+        self.column = emitted - 1
+        return torch.equal(got, wanted) and torch.equal(*self.live())
+
+    def live(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Live states as columns and as records."""
+        rebuilt = replayed(self.base, self.records, self.slots, self.column + 1)
+        return self.columns[self.slots, self.column], rebuilt
+
+    def prefill(self, width: int) -> bool:
+        rows = random_rows(self.batch, width, self.rule.heads)
+        valid = torch.arange(width) < torch.randint(1, width + 1, (self.batch, 1))
+        saved = SavedStates(
+            self.columns.flatten(0, 1), self.slots * 8 + self.column, self.slots * 8
+        )
+        wanted = self.rule.prefill(rows, saved, valid)[valid]
+        states = RecordedStates(self.base, self.records, self.slots, self.column)
+        got = self.rule.recorded_prefill(rows, states, valid)[valid]
+        self.column = torch.zeros_like(self.column)
+        return torch.equal(got, wanted) and torch.equal(*self.live())
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_records_give_the_bits_of_saved_columns_over_random_rounds(heads, rounds):
+    both = Both(heads, 3)
+    for _ in range(rounds):
+        width = int(torch.randint(1, 9, ()))
+        assert both.round(width, torch.randint(1, width + 1, (3,)))
+        if torch.rand(()) < 0.05:
+            assert both.prefill(int(torch.randint(1, 20, ())))
+
+
+def test_width_eight_to_one_to_eight_and_a_round_without_drafts_after_acceptance():
+    both = Both(SHAPES[0], 2)
+    for width, emitted in ((8, 8), (1, 1), (1, 1), (8, 5), (1, 1), (8, 1), (8, 8), (2, 2)):
+        assert both.round(width, torch.full((2,), emitted))
+
+
+def test_one_stale_record_is_caught():
+    """Negative control: the comparison sees a record of another row."""
+    both = Both(SHAPES[0], 1)
+    assert both.round(4, torch.tensor([3]))
+    both.records.corrections[both.slots, 1] = both.records.corrections[both.slots, 2]
+    assert not torch.equal(*both.live())
+
+
+@pytest.mark.parametrize("count", range(9))
+def test_torch_form_of_the_replay_gives_the_same_states(count):
+    both = Both(SHAPES[0], 3)
+    both.round(8, torch.tensor([8, 8, 8]))
+    counts = torch.tensor([count, 8 - count, 4])
+    plain = records._replayed(both.base, both.records, both.slots, counts)
+    compiled = replayed(both.base, both.records, both.slots, counts)
+    assert torch.allclose(plain, compiled, atol=ATOL)
+
+
+def test_torch_form_of_the_recorded_round_gives_the_same_outputs_and_states(monkeypatch):
+    both = Both(SHAPES[0], 2)
+    base, kept = both.base.clone(), no_records(4, SHAPES[0])
+    rows = random_rows(2, 5, SHAPES[0])
+    states = RecordedStates(both.base, both.records, both.slots, both.column)
+    compiled = both.rule.recorded_round(rows, states)
+    for module in ("api", "records"):
+        monkeypatch.setattr(
+            f"flare_ray.device.ops.gated_delta.{module}._compiles", lambda saved: False
+        )
+    plain = both.rule.recorded_round(rows, RecordedStates(base, kept, both.slots, both.column))
+    assert torch.allclose(plain, compiled, atol=ATOL)
+    for ours, theirs in zip(
+        (kept.corrections, kept.keys, kept.decays),
+        (both.records.corrections, both.records.keys, both.records.decays),
+        strict=True,
+    ):
+        assert torch.allclose(ours[both.slots, :5], theirs[both.slots, :5], atol=ATOL)
+
+
+def test_a_record_is_a_hundredth_of_a_state():
+    """At the released geometry, per saved position of 36 layers: 108 MiB and 1.13 MiB."""
+    heads = HeadShape(16, 48, 128, 128)
+    state = 36 * 4 * heads.value_heads * heads.key_dim * heads.value_dim
+    record = 36 * 4 * (heads.value_heads * 129 + heads.key_heads * 128)
+    assert (state, record) == (113_246_208, 1_186_560)
+    assert 95 < state / record < 96
+
+
+def test_more_rows_than_records_are_refused():
+    both = Both(SHAPES[0], 1)
+    states = RecordedStates(both.base, both.records, both.slots, both.column)
+    with pytest.raises(ContractViolation, match="9 rows in a round, 8 records are kept"):
+        both.rule.recorded_round(random_rows(1, 9, SHAPES[0]), states)

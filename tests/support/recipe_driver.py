@@ -132,9 +132,9 @@ class RecipeDriver:
         """A fresh request: its slot's live rows are zero, as a slot hand-over leaves them."""
         for group in self.store.spec_groups:
             tensor = self.state[group.name]
-            if group.kind == "column":
+            if group.kind in ("column", "record"):
                 tensor[slot, 0].zero_()
-            elif group.kind == "window":
+            elif group.kind in ("window", "replayed"):
                 tensor[slot].zero_()
         return Lane(slot, list(pages))
 

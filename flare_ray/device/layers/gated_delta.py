@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flare_ray.device.layers.rows import RecurrentRows, join_window
-from flare_ray.device.ops.gated_delta.api import GatedDeltaRule, GatedRows, SavedStates
+from flare_ray.device.ops.gated_delta.api import (
+    GatedDeltaRule,
+    GatedRows,
+    RecordedStates,
+    Records,
+    SavedStates,
+)
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.short_conv.api import short_conv
 
@@ -36,6 +42,22 @@ class GatedDeltaWeights:
     a_log: Tensor
     norm: Tensor
     output: Tensor
+
+
+@dataclass(slots=True)
+class GatedDeltaState:
+    """One layer's state.
+
+    Attributes:
+        window: [S + 1, keep + 8, C] raw inputs of the convolution.
+        recurrent: float32; [S + 1, 8, Hv, dk, dv], a state per row, or with records [S + 1, Hv, dk,
+            dv], the states before the last round.
+        records: of the last round's rows; None = a state per row.
+    """
+
+    window: Tensor
+    recurrent: Tensor
+    records: Records | None = None
 
 
 class GatedDeltaBlock:
@@ -70,19 +92,18 @@ class GatedDeltaBlock:
         gates = heads.value_heads * heads.value_dim
         self._parts = [heads.channels, gates, heads.value_heads, heads.value_heads]
 
-    def __call__(self, x: Tensor, rows: RecurrentRows, recurrent: Tensor, window: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, rows: RecurrentRows, state: GatedDeltaState) -> Tensor:
         """Run rows; writes their states and raw inputs.
 
         Args:
             x: [B * T, H].
             rows: indices.
-            recurrent: [S + 1, 8, Hv, dk, dv] float32, written in place.
-            window: [S + 1, keep + 8, C], written in place.
+            state: of this layer, written in place.
         Returns:
             [B * T, H], this rank's partial sum.
         """
         raw, gate, beta, decay = self._joint(x).split(self._parts, dim=1)
-        joined = join_window(raw, rows, window)
+        joined = join_window(raw, rows, state.window)
         step = F.softplus(decay.to(torch.float32) + self._dt_bias)
         lanes = (rows.batch, rows.width)
         inputs = GatedRows(
@@ -90,12 +111,19 @@ class GatedDeltaBlock:
             log_decay=(step * self._factor).unflatten(0, lanes),
             beta=torch.sigmoid(beta).to(torch.float32).unflatten(0, lanes),
         )
-        saved = SavedStates(recurrent.flatten(0, 1), rows.state_read, rows.state_write)
-        if rows.valid is None:
-            result = self._rule.round(inputs, saved)
-        else:
-            result = self._rule.prefill(inputs, saved, rows.valid)
+        result = self._run(inputs, rows, state)
         return self._output(self._gated_norm(result, gate).to(x.dtype))
+
+    def _run(self, inputs: GatedRows, rows: RecurrentRows, state: GatedDeltaState) -> Tensor:
+        if state.records is not None:
+            recorded = RecordedStates(state.recurrent, state.records, rows.slots, rows.column)
+            if rows.valid is None:
+                return self._rule.recorded_round(inputs, recorded)
+            return self._rule.recorded_prefill(inputs, recorded, rows.valid)
+        saved = SavedStates(state.recurrent.flatten(0, 1), rows.state_read, rows.state_write)
+        if rows.valid is None:
+            return self._rule.round(inputs, saved)
+        return self._rule.prefill(inputs, saved, rows.valid)
 
     def _gated_norm(self, result: Tensor, gate: Tensor) -> Tensor:
         """[B, T, Hv, dv] float32 and raw gate [B * T, Hv dv] -> [B * T, Hv dv] float32."""

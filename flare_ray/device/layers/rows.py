@@ -238,6 +238,7 @@ class RecurrentRows:
     Attributes:
         batch, width: B, T.
         slots: [B].
+        column: [B] the last round's row after which a lane's state is live.
         state_read: [B] saved states to start from.
         state_write: [B * T] saved states to write in a round, [B] in a prefill.
         window_read: [B * keep] live history rows.
@@ -249,6 +250,7 @@ class RecurrentRows:
     batch: int
     width: int
     slots: Tensor
+    column: Tensor
     state_read: Tensor
     state_write: Tensor
     window_read: Tensor
@@ -264,6 +266,7 @@ def round_rows(slots: Tensor, column: Tensor, *, width: int, keep: int) -> Recur
         batch=slots.shape[0],
         width=width,
         slots=slots,
+        column=column,
         state_read=first + column,
         state_write=(first.unsqueeze(1) + steps).view(-1),
         window_read=_live_window(slots, column, keep),
@@ -287,6 +290,7 @@ def prefill_rows(
         batch=batch,
         width=width,
         slots=slots,
+        column=column,
         state_read=slots * MAX_WIDTH + column,
         state_write=slots * MAX_WIDTH,
         window_read=_live_window(slots, column, keep),

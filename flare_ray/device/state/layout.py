@@ -220,6 +220,8 @@ def _group_allocation(group: StateGroup, limits: StateLimits) -> Allocation:
         "window": (rows, group.keep + MAX_WIDTH),
         "ring": (rows, group.entries),
         "row": (rows,),
+        "replayed": (rows,),
+        "record": (rows, MAX_WIDTH),
     }[group.kind]
     owner: Literal["page", "group"] = "page" if group.kind == "page" else "group"
     return Allocation(owner, group.name, (*lead, *group.shape), _dtype(group, limits))
@@ -227,17 +229,22 @@ def _group_allocation(group: StateGroup, limits: StateLimits) -> Allocation:
 
 def published_shape(group: StateGroup) -> tuple[int, ...]:
     """Shape of one slot's publication row of a group that lives per slot."""
-    lead = {"column": (), "window": (group.keep,), "ring": (group.entries,), "row": ()}[group.kind]
+    lead = {"window": (group.keep,), "ring": (group.entries,)}.get(group.kind, ())
     return (*lead, *group.shape)
+
+
+def lasting_groups(groups: tuple[StateGroup, ...]) -> tuple[StateGroup, ...]:
+    """Groups whose live state a snapshot copies: neither pages, which are shared, nor the records
+    of a round, which are replayed into what is copied."""
+    return tuple(group for group in groups if group.kind not in ("page", "record"))
 
 
 def _kept(
     owner: Literal["publication", "snapshot"], rows: int, spec: StateSpec, limits: StateLimits
 ) -> Iterator[Allocation]:
     """`rows` copies of everything a slot holds beside its pages."""
-    for group in active_groups(spec, limits):
-        if group.kind != "page":
-            shape = (rows, *published_shape(group))
-            yield Allocation(owner, group.name, shape, _dtype(group, limits))
+    for group in lasting_groups(active_groups(spec, limits)):
+        shape = (rows, *published_shape(group))
+        yield Allocation(owner, group.name, shape, _dtype(group, limits))
     yield Allocation(owner, "tail", (rows, spec.tail_width), limits.dtype)
     yield Allocation(owner, "sampling_vector", (rows, spec.sampling_width), limits.dtype)

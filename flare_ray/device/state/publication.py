@@ -5,10 +5,10 @@ become a prefix snapshot is copied inside the program that produced it. At most 
 eight rows ends at a boundary. Lanes that cross none copy into the null slot's row, which keeps the
 shapes static.
 
-What is copied per group: a column's state after the boundary row; the `keep` window entries that
-are live after it; the whole ring, whose later entries hold rows the boundary cannot see; a row
-group as it stands after the commit. A recipe whose state at a past row cannot be read from a row
-group keeps it in a column or a ring.
+What is copied per group: a column's state after the boundary row, or what replaying the records up
+to it makes of a replayed one; the `keep` window entries that are live after it; the whole ring,
+whose later entries hold rows the boundary cannot see; a row group as it stands after the commit. A
+recipe whose state at a past row cannot be read from a row group keeps it in a column or a ring.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.state.live import LiveState
 from flare_ray.recipes.declaration import StateGroup
 
 
@@ -56,28 +57,17 @@ class Publication:
     """
 
     def __init__(self, groups: tuple[StateGroup, ...], tensors: Mapping[str, Tensor]) -> None:
-        self.groups = tuple(group for group in groups if group.kind != "page")
-        self.rows = {group.name: tensors[group.name] for group in self.groups}
         self.published = tensors["published"]
+        self._live = LiveState(groups, self.published.device)
+        self.groups = self._live.groups
+        self.rows = {group.name: tensors[group.name] for group in self.groups}
         self.tail = tensors["tail"]
         self.sampling_vector = tensors["sampling_vector"]
-        self._offsets = {
-            group.name: torch.arange(1, group.keep + 1, device=self.published.device)
-            for group in self.groups
-            if group.kind == "window"
-        }
 
     def publish(self, crossing: Crossing, state: Mapping[str, Tensor]) -> None:
         """Copy the crossing lanes' boundary state; writes `rows` in place."""
         for group in self.groups:
-            tensor = state[group.name]
-            if group.kind == "column":
-                value = tensor[crossing.source, crossing.column]
-            elif group.kind == "window":
-                entries = crossing.column.unsqueeze(1) + self._offsets[group.name]
-                value = tensor[crossing.source.unsqueeze(1), entries]
-            else:
-                value = tensor.index_select(0, crossing.source)
+            value = self._live.read(group, state, crossing.source, crossing.column)
             self.rows[group.name].index_copy_(0, crossing.slots, value)
         identity = torch.stack((crossing.epoch, crossing.consumed), dim=1)
         self.published.index_copy_(0, crossing.slots, identity)

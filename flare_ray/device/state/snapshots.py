@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.state.layout import Core
+from flare_ray.device.state.live import LiveState
 from flare_ray.device.state.publication import Publication
 from flare_ray.device.state.request import RequestState
 from flare_ray.recipes.declaration import StateGroup
@@ -28,15 +29,11 @@ class SnapshotRows:
     """
 
     def __init__(self, groups: tuple[StateGroup, ...], tensors: Mapping[str, Tensor]) -> None:
-        self.groups = tuple(group for group in groups if group.kind != "page")
-        self.rows = {group.name: tensors[group.name] for group in self.groups}
         self.tail = tensors["tail"]
         self.sampling_vector = tensors["sampling_vector"]
-        self._offsets = {
-            group.name: torch.arange(1, group.keep + 1, device=self.tail.device)
-            for group in self.groups
-            if group.kind == "window"
-        }
+        self._live = LiveState(groups, self.tail.device)
+        self.groups = self._live.groups
+        self.rows = {group.name: tensors[group.name] for group in self.groups}
 
     def save_published(self, row: int, slot: int, publication: Publication) -> None:
         """Take over a slot's publication row."""
@@ -50,13 +47,9 @@ class SnapshotRows:
     ) -> None:
         """Copy a slot's live state; which column is live is read on the device."""
         column = request.core[slot, Core.COLUMN].view(1)
+        slots = torch.tensor([slot], device=column.device)
         for group in self.groups:
-            value = state[group.name][slot]
-            if group.kind == "column":
-                value = value.index_select(0, column)[0]
-            elif group.kind == "window":
-                value = value.index_select(0, column + self._offsets[group.name])
-            self.rows[group.name][row].copy_(value)
+            self.rows[group.name][row].copy_(self._live.read(group, state, slots, column)[0])
         if request.tail is not None:
             self.tail[row].copy_(request.tail[slot])
         if request.sampling_vector is not None:
@@ -67,13 +60,7 @@ class SnapshotRows:
     ) -> None:
         """Make a row's state the live one of a fresh slot, whose live column is 0."""
         for group in self.groups:
-            value, target = self.rows[group.name][row], state[group.name][slot]
-            if group.kind == "column":
-                target[0].copy_(value)
-            elif group.kind == "window":
-                target[1 : 1 + group.keep].copy_(value)
-            else:
-                target.copy_(value)
+            self._live.write(group, state, slot, self.rows[group.name][row])
         if request.tail is not None:
             request.tail[slot].copy_(self.tail[row])
         if request.sampling_vector is not None:

@@ -102,7 +102,7 @@ class StateStore:
         if group.kind == "page":
             return None
         tensor = self.groups[group.name]
-        return tensor[slot, 0] if group.kind == "column" else tensor[slot]
+        return tensor[slot, 0] if group.kind in ("column", "record") else tensor[slot]
 
     def grant(self, grant: PageGrant) -> None:
         """Write page ids into a slot's table."""

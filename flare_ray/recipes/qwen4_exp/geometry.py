@@ -125,6 +125,8 @@ class Geometry:
         num_drafter_layers: MTP layers.
         eos_ids: terminal token ids of config.json.
         streams / mixer_rank: residual streams, and the rank of the maps that mix them.
+        recurrence: how a round's states are kept: their records, or one saved state a row, which
+            records are compared with. Not a setting of the checkpoint.
     """
 
     vocab_size: int
@@ -141,6 +143,7 @@ class Geometry:
     index: IndexShape
     moe: MoeShape
     ngram: NgramShape
+    recurrence: Literal["records", "columns"] = "records"
 
     @property
     def num_layers(self) -> int:

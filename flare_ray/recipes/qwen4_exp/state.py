@@ -2,7 +2,8 @@
 
 One group per layer and purpose, named `layers.<n>.<purpose>`:
 
-    recurrent   column  delta-rule matrices, one saved per verification row, this rank's value heads
+    recurrent   replayed  delta-rule matrices before the last round, this rank's value heads
+    corrections, key_rows, decays   record  what each row of the last round did to them
     window      window  raw q, k, v rows before the short convolution, this rank's channels
     keys        page    attention keys after rotation, this rank's key heads
     values      page    attention values
@@ -23,10 +24,17 @@ The drafter's own rows (up to seven, from the pair at N - 1 on) reach no further
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Literal
+
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS
 from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import Family, StateGroup, StateSpec
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
+
+RECORDS = ("corrections", "key_rows", "decays")
+"""Purposes of the groups that hold a round's records."""
+Kind = Literal["column", "replayed", "record"]
 
 
 def group_name(layer: int, purpose: str) -> str:
@@ -92,24 +100,31 @@ def state_spec(geometry: Geometry, world_size: int) -> StateSpec:
 
 
 def _recurrent(geometry: Geometry, layer: int, world_size: int) -> list[StateGroup]:
-    gdn = geometry.gdn
+    gdn, sharded = geometry.gdn, world_size > 1
+    heads = gdn.value_heads // world_size
+
+    def group(purpose: str, kind: Kind, *shape: int) -> StateGroup:
+        name = group_name(layer, purpose)
+        return StateGroup(name, kind, shape, "target", dtype="float32", sharded=sharded)
+
+    window = StateGroup(
+        name=group_name(layer, "window"),
+        kind="window",
+        shape=((2 * gdn.key_width + gdn.value_width) // world_size,),
+        family="target",
+        keep=gdn.keep,
+        sharded=sharded,
+    )
+    state = (heads, gdn.key_dim, gdn.value_dim)
+    if geometry.recurrence == "columns":
+        return [group("recurrent", "column", *state), window]
+    corrections, keys, decays = (group_name(layer, purpose) for purpose in RECORDS)
     return [
-        StateGroup(
-            name=group_name(layer, "recurrent"),
-            kind="column",
-            shape=(gdn.value_heads // world_size, gdn.key_dim, gdn.value_dim),
-            family="target",
-            dtype="float32",
-            sharded=world_size > 1,
-        ),
-        StateGroup(
-            name=group_name(layer, "window"),
-            kind="window",
-            shape=((2 * gdn.key_width + gdn.value_width) // world_size,),
-            family="target",
-            keep=gdn.keep,
-            sharded=world_size > 1,
-        ),
+        replace(group("recurrent", "replayed", *state), records=(corrections, keys, decays)),
+        group("corrections", "record", heads, gdn.value_dim),
+        group("key_rows", "record", gdn.key_heads // world_size, gdn.key_dim),
+        group("decays", "record", heads),
+        window,
     ]
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from flare_ray.device.layers.feed_forward import FeedForward
-from flare_ray.device.layers.gated_delta import GatedDeltaBlock
+from flare_ray.device.layers.gated_delta import GatedDeltaBlock, GatedDeltaState
 from flare_ray.device.layers.rows import RecurrentRows, Span, prefill_rows, round_rows
 from flare_ray.device.layers.sparse_attention import (
     RotatedRows,
@@ -25,7 +25,7 @@ from flare_ray.device.layers.sparse_attention import (
     SparseAttentionBlock,
     SparseState,
 )
-from flare_ray.device.ops.gated_delta.api import GatedDeltaRule
+from flare_ray.device.ops.gated_delta.api import GatedDeltaRule, Records
 from flare_ray.device.ops.stream_mixer.api import StreamMixer, mix_out
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.recipes.declaration import BuildOptions, Communicator, Rows, TargetOutput
@@ -41,7 +41,7 @@ from flare_ray.recipes.qwen4_exp.blocks import (
 )
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
 from flare_ray.recipes.qwen4_exp.ple import GramRows, NgramMemory
-from flare_ray.recipes.qwen4_exp.state import check_divisible, group_name
+from flare_ray.recipes.qwen4_exp.state import RECORDS, check_divisible, group_name
 from flare_ray.recipes.qwen4_exp.weights import EMBEDDING, FINAL_MIXER
 
 ATTENTION_STATE = ("keys", "values", "pooled", "tail")
@@ -91,6 +91,7 @@ class QwenTarget:
     def __init__(self, reader: Reader) -> None:
         geometry = self._geometry = reader.geometry
         self._comm = reader.comm
+        self._records = geometry.recurrence == "records"
         rule, self._layout = delta_rule(reader), row_layout(reader)
         self._embedding = reader.weights.shared(EMBEDDING)
         self._layers = [
@@ -124,8 +125,9 @@ class QwenTarget:
         return self._comm.all_gather(self._head(sampling)).float()
 
     def commit(self, rows: Rows, emitted: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Nothing: columns and windows are selected by the count that the next round starts with,
-        and pages, groups and rings past the accepted rows are out of reach until rewritten."""
+        """Nothing: how many records are replayed and where windows are read follows from the count
+        that the next round starts with, and pages, groups and rings past the accepted rows are out
+        of reach until rewritten."""
 
     def _open(self, rows: Rows, state: Mapping[str, Tensor]) -> _Pass:
         geometry, attention, grams = self._geometry, None, None
@@ -146,7 +148,9 @@ class QwenTarget:
             flat = layer.ngram(flat, work.grams, group("tokens"), group("grams"))
         x, injection = layer.mix_attention.mix_in(flat)
         if layer.gdn is not None:
-            x = layer.gdn(x, work.recurrent, group("recurrent"), group("window"))
+            records = Records(*map(group, RECORDS)) if self._records else None
+            state = GatedDeltaState(group("window"), group("recurrent"), records)
+            x = layer.gdn(x, work.recurrent, state)
         else:
             assert layer.attention is not None and work.attention is not None
             sparse = SparseState.of(*map(group, ATTENTION_STATE))

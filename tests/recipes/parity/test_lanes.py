@@ -62,7 +62,9 @@ def test_invalid_rows_leave_pages_rings_and_other_slots_as_they_were(tiny):
         elif group.kind == "ring":
             wanted = {(lane.slot, place % marks.shape[1]) for place in (61, 62, 63)}
         else:
-            assert {slot for slot, _ in where} == {lane.slot}, name
+            # a replayed group changes when the next pass settles it
+            touched = set() if group.kind == "replayed" else {lane.slot}
+            assert {slot for slot, _ in where} == touched, name
             continue
         assert set(where) == wanted, name
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from flare_ray.errors import CheckpointError
 from flare_ray.recipes.declaration import resolve
+from flare_ray.recipes.qwen4_exp import geometry as geometry_module
 from flare_ray.recipes.qwen4_exp.recipe import RECIPE
+from flare_ray.recipes.qwen4_exp.state import RECORDS
 from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.qwen_tiny import EOS, TEXTS
 from tests.support.recipe_driver import RecipeDriver
@@ -81,12 +85,47 @@ def test_a_layer_without_experts_names_the_matrices_it_lacks(load_tiny, tmp_path
     assert all("down_proj.weight: missing" in line for line in caught.value.problems)
 
 
+@pytest.fixture
+def in_columns(tiny, monkeypatch):
+    """The same checkpoint with a saved state per row."""
+    read = geometry_module.read_geometry
+    monkeypatch.setattr(
+        geometry_module,
+        "read_geometry",
+        lambda config: replace(read(config), recurrence="columns"),
+    )
+    return replace(tiny, driver=RecipeDriver(tiny.folder, slots=8))
+
+
+def test_records_give_the_bits_of_saved_columns(tiny, in_columns):
+    """Prefills, rounds of every width and accepted count, wrong drafts, several lanes."""
+    heard = []
+    for variant in (tiny, in_columns):
+        driver, lanes, logits = variant.driver, variant.fresh(2), []
+        logits += driver.prefill(lanes, [tiny.tokens[:21], tiny.tokens[:5]])
+        for turn in range(14):
+            width = (8, 1, 1, 8, 3, 1, 5)[turn % 7]
+            emitted = [turn % width + 1, (turn * 5 + 3) % width + 1]
+            rows = [
+                tiny.tokens[lane.consumed : lane.consumed + count] + [7] * (width - count)
+                for lane, count in zip(lanes, emitted, strict=True)
+            ]
+            verified = driver.verify(lanes, rows, padded=1, columns=3)
+            logits.append(verified.output.logits[:2].clone())
+            driver.commit(verified, emitted)
+        chunks = [tiny.tokens[lane.consumed : lane.consumed + 9] for lane in lanes]
+        heard.append([*logits, *driver.prefill(lanes, chunks)])
+    kinds = [{g.kind for g in v.driver.store.spec_groups} for v in (tiny, in_columns)]
+    assert "column" not in kinds[0] and "column" in kinds[1]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*heard, strict=True))
+
+
 def test_each_rank_holds_its_share_of_state(load_tiny):
     geometry = load_tiny("qwen-fused").driver.geometry
     whole = {g.name: g for g in resolve(RECIPE.state)(geometry, 1).groups}
     for group in resolve(RECIPE.state)(geometry, 4).groups:
         one, purpose = whole[group.name], group.name.rpartition(".")[2]
-        if purpose in ("recurrent", "window"):
+        if purpose in ("recurrent", "window", *RECORDS):
             assert group.shape == (one.shape[0] // 4, *one.shape[1:]) and group.sharded
         elif purpose in ("keys", "values"):
             # two key heads on four ranks: each is kept twice

@@ -126,8 +126,8 @@ def test_plan_counts_pages_and_state_of_the_published_model(tmp_path, size):
     manifest = make_plan(config).manifest
     kept = 2048 // min(size, 2) + 64
     assert manifest.budget.page_bytes == manifest.num_pages * 64 * 13 * kept
-    columns = 2 * 8 * 108 * MIB // size
-    assert columns < manifest.budget.state_bytes < columns + 40 * MIB
+    recurrent = 2 * (108 * MIB + 8 * 1_186_560) // size
+    assert recurrent < manifest.budget.state_bytes < recurrent + 20 * MIB
     assert "qwen3.8-flash" in plan_text(manifest)
     if size == 1:
         assert 13 * kept == 27_456

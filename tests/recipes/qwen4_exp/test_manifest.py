@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from flare_ray.device.state.layout import StateLimits, allocations
 from flare_ray.device.weights.budget import format_bytes, rank_shape
 from flare_ray.device.weights.formats import WeightFormat
-from flare_ray.recipes.qwen4_exp.geometry import read_geometry
+from flare_ray.recipes.qwen4_exp.geometry import Geometry, read_geometry
 from flare_ray.recipes.qwen4_exp.state import ring_entries, state_spec
 from flare_ray.recipes.qwen4_exp.weights import manifest
 from tests.recipes.qwen4_exp.published import published_config
@@ -117,7 +118,15 @@ def test_every_tensor_is_shared_by_every_degree(size):
     assert shapes["model.language_model.layers.0.linear_attn.A_log"] == (48 // size,)
 
 
-def per_slot(size: int = 1) -> dict[str, int]:
+def test_a_saved_column_is_95_times_a_record():
+    columns = replace(GEOMETRY, recurrence="columns")
+    sizes = per_slot(1, columns)
+    saved = sum(size for name, size in sizes.items() if name.endswith(".recurrent"))
+    assert saved == 8 * 108 * MIB
+    assert round(saved / (8 * 1_186_560)) == 95
+
+
+def per_slot(size: int = 1, geometry: Geometry = GEOMETRY) -> dict[str, int]:
     limits = StateLimits(
         slots=1,
         num_pages=2,
@@ -127,20 +136,21 @@ def per_slot(size: int = 1) -> dict[str, int]:
         vocab_size=GEOMETRY.vocab_size,
         speculation=True,
     )
-    listed = allocations(state_spec(GEOMETRY, size), limits)
+    listed = allocations(state_spec(geometry, size), limits)
     return {a.name: a.num_bytes // 2 for a in listed}
 
 
 def test_state_bytes_are_the_published_ones():
-    """108 MiB per saved recurrent state, 2,112 bytes per cached token and layer, 20 KiB of tail,
-    80 MiB of feedback for 4,096 rows."""
+    """108 MiB per recurrent state, 1.13 MiB per recorded row, 2,112 bytes per cached token and
+    layer, 20 KiB of tail, 80 MiB of feedback for 4,096 rows."""
     sizes = per_slot()
 
     def total(*purposes: str) -> int:
         return sum(size for name, size in sizes.items() if name.rpartition(".")[2] in purposes)
 
     cached = ("keys", "values", "pooled")
-    assert total("recurrent") == 8 * 108 * MIB
+    assert total("recurrent") == 108 * MIB
+    assert total("corrections", "key_rows", "decays") == 8 * 1_186_560
     assert total(*cached) == 13 * 64 * 2_112
     assert sum(sizes[f"layers.48.{name}"] for name in cached) == 64 * 2_112
     assert sizes["tail"] == 20 * 1024

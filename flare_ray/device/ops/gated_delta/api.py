@@ -1,5 +1,4 @@
-"""The gated delta rule over saved states: few rows with every state kept, or many with the last
-one."""
+"""The gated delta rule: few rows with every state kept or recorded, or many with the last one."""
 
 from __future__ import annotations
 
@@ -10,10 +9,19 @@ from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.gated_delta import chunked, reference
+from flare_ray.device.ops.gated_delta.records import Records, forget, settle
 from flare_ray.device.ops.gated_delta.reference import GatedRows, HeadShape
 from flare_ray.device.ops.state_rows.api import scatter_rows
+from flare_ray.errors import ContractViolation
 
-__all__ = ["GatedDeltaRule", "GatedRows", "HeadShape", "SavedStates"]
+__all__ = [
+    "GatedDeltaRule",
+    "GatedRows",
+    "HeadShape",
+    "RecordedStates",
+    "Records",
+    "SavedStates",
+]
 
 
 @dataclass(slots=True)
@@ -29,6 +37,23 @@ class SavedStates:
     rows: Tensor
     read: Tensor
     write: Tensor
+
+
+@dataclass(slots=True)
+class RecordedStates:
+    """States in compact form.
+
+    Attributes:
+        base: [S + 1, Hv, dk, dv] float32, states before the last round; written in place.
+        records: of the last round's rows; written in place.
+        slots: [B] int64.
+        column: [B] int64, the last round's row after which a lane's state is live.
+    """
+
+    base: Tensor
+    records: Records
+    slots: Tensor
+    column: Tensor
 
 
 class GatedDeltaRule:
@@ -76,6 +101,42 @@ class GatedDeltaRule:
         scatter_rows(saved.rows, saved.write, state)
         return output
 
+    def recorded_round(self, rows: GatedRows, states: RecordedStates) -> Tensor:
+        """Run a round's rows from the live states; leaves these as base, and the rows' records.
+
+        Returns:
+            [B, T, Hv, dv] float32, bit by bit those of `round` where both are compiled.
+        Raises:
+            ContractViolation: shapes disagree, or there are more rows than records.
+        """
+        width = rows.beta.shape[1]
+        self._check_rows(rows)
+        entries = states.records.decays.shape[1]
+        if width > entries:
+            raise ContractViolation(f"{width} rows in a round, {entries} records are kept")
+        settle(states.base, states.records, states.slots, states.column + 1)
+        if _compiles(states.base):
+            from flare_ray.device.ops.gated_delta import numba
+
+            return numba.record(rows, self.heads, states.base, states.records, states.slots)
+        before = states.base.index_select(0, states.slots)
+        output, _, deltas = reference.traced_rule(rows, before, self.heads)
+        _, keys, _ = reference.queries_keys_values(rows.mixed, self.heads)
+        records = states.records
+        for tensor, values in (
+            (records.corrections, deltas),
+            (records.keys, keys),
+            (records.decays, rows.log_decay.exp()),
+        ):
+            tensor[:, :width].index_copy_(0, states.slots, values)
+        return output
+
+    def recorded_prefill(self, rows: GatedRows, states: RecordedStates, valid: Tensor) -> Tensor:
+        """As `prefill`, from the live states; each lane's last valid state becomes its base."""
+        settle(states.base, states.records, states.slots, states.column + 1)
+        forget(states.records, states.slots)
+        return self.prefill(rows, SavedStates(states.base, states.slots, states.slots), valid)
+
     def _compiled(self, rows: GatedRows, saved: SavedStates) -> Tensor:
         from flare_ray.device.ops.gated_delta import numba
 
@@ -83,14 +144,16 @@ class GatedDeltaRule:
         return numba.run(rows, self.heads, **places)
 
     def _check(self, rows: GatedRows, saved: SavedStates, writes: int) -> None:
-        heads = self.heads
-        batch, width, _ = rows.beta.shape
-        expect_shape("mixed", rows.mixed, batch, width, heads.channels)
-        expect_shape("log_decay", rows.log_decay, batch, width, heads.value_heads)
-        expect_shape("beta", rows.beta, batch, width, heads.value_heads)
-        expect_shape("rows", saved.rows, None, *heads.state)
-        expect_shape("read", saved.read, batch)
+        self._check_rows(rows)
+        expect_shape("rows", saved.rows, None, *self.heads.state)
+        expect_shape("read", saved.read, rows.beta.shape[0])
         expect_shape("write", saved.write, writes)
+
+    def _check_rows(self, rows: GatedRows) -> None:
+        batch, width, _ = rows.beta.shape
+        expect_shape("mixed", rows.mixed, batch, width, self.heads.channels)
+        expect_shape("log_decay", rows.log_decay, batch, width, self.heads.value_heads)
+        expect_shape("beta", rows.beta, batch, width, self.heads.value_heads)
 
 
 def _compiles(saved: Tensor) -> bool:

@@ -70,11 +70,19 @@ def gated_delta_rule(rows: GatedRows, state: Tensor, heads: HeadShape) -> tuple[
     Returns:
         (o [B, T, Hv, dv], state after every row [B, T, Hv, dk, dv]).
     """
+    output, states, _ = traced_rule(rows, state, heads)
+    return output, torch.stack(states, 1)
+
+
+def traced_rule(
+    rows: GatedRows, state: Tensor, heads: HeadShape
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """As `gated_delta_rule`, with the corrections d [B, T, Hv, dv]."""
     q, k, v = queries_keys_values(rows.mixed, heads)
     share = heads.value_heads // heads.key_heads
     q, k = q.repeat_interleave(share, 2), k.repeat_interleave(share, 2)
     decay = rows.log_decay.exp()
-    outputs, states = [], []
+    outputs, states, deltas = [], [], []
     for t in range(rows.beta.shape[1]):
         state = state * decay[:, t, :, None, None]
         seen = (state * k[:, t].unsqueeze(-1)).sum(-2)
@@ -82,4 +90,5 @@ def gated_delta_rule(rows: GatedRows, state: Tensor, heads: HeadShape) -> tuple[
         state = state + k[:, t].unsqueeze(-1) * delta.unsqueeze(-2)
         outputs.append((state * q[:, t].unsqueeze(-1)).sum(-2))
         states.append(state)
-    return torch.stack(outputs, 1), torch.stack(states, 1)
+        deltas.append(delta)
+    return torch.stack(outputs, 1), states, torch.stack(deltas, 1)
