@@ -54,6 +54,7 @@ def panels() -> list[tuple[str, str, list[tuple[str, str]]]]:
             [
                 (f"sum ({series(names.REQUESTS_RUNNING)})", "running"),
                 (f"sum ({series(names.REQUESTS_WAITING)})", "waiting"),
+                (f"sum ({series(names.REQUESTS_PREEMPTED)})", "of them preempted"),
             ],
         ),
         (
@@ -81,6 +82,14 @@ def panels() -> list[tuple[str, str, list[tuple[str, str]]]]:
             "Pages in use",
             "percentunit",
             [(f"max by (engine) ({series(names.CACHE_USAGE)})", "{{engine}}")],
+        ),
+        (
+            "Preemptions",
+            "ops",
+            [
+                (rate(names.PREEMPTIONS, "kind"), "{{kind}}"),
+                (rate(names.RECOMPUTED_TOKENS), "tokens computed again"),
+            ],
         ),
         (
             "Accepted of offered drafts",
