@@ -105,7 +105,7 @@ def measure_acceptance(job: AcceptanceJob) -> dict[str, Acceptance]:
 
 def _run_category(core: EngineCore, prompts: Sequence[Prompt], job: AcceptanceJob) -> Acceptance:
     before = core.snapshot()
-    ends = _run_requests(core, prompts, job)
+    ends = run_requests(core, prompts, job)
     after = core.snapshot()
     grown = _growth(before, after)
     found = Acceptance(
@@ -127,9 +127,7 @@ def _run_category(core: EngineCore, prompts: Sequence[Prompt], job: AcceptanceJo
     return found
 
 
-def _run_requests(
-    core: EngineCore, prompts: Sequence[Prompt], job: AcceptanceJob
-) -> list[Finished]:
+def run_requests(core: EngineCore, prompts: Sequence[Prompt], job: AcceptanceJob) -> list[Finished]:
     """All prompts, as many at once as the engine has slots."""
     room = threading.Semaphore(core.manifest.slots)
     ends: list[Finished | Failed] = []

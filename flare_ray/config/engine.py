@@ -43,6 +43,11 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
         description="Width under policy=fixed; must be prepared; None = the largest. Applies where "
         "token_capacity admitted it, width one elsewhere.",
     )
+    decision_log: str | None = Field(
+        None,
+        description="File to which every decision about widths and what it rested on is written, "
+        "for `flare-ray policy explain`; grows by about 100 bytes per request and round.",
+    )
     history_drafts: bool = Field(
         False,
         description="Copy drafts from shared decoded history (contract: H2); refused until a "

@@ -17,6 +17,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -40,7 +41,12 @@ from flare_ray.controller.paging.pool import PagePool
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import OutputStops
-from flare_ray.controller.verification import AdaptivePolicy, FixedPolicy, VerificationPolicy
+from flare_ray.controller.verification import (
+    LoggedPolicy,
+    Opened,
+    VerificationPolicy,
+    policy_of,
+)
 from flare_ray.errors import (
     ConfigError,
     ContractViolation,
@@ -462,9 +468,13 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
 
 
 def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
-    if config.speculation.policy == "fixed":
-        return FixedPolicy(config.speculation.fixed_width or max_width)
-    return AdaptivePolicy()
+    settings = config.speculation
+    width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
+    opened = Opened(fixed_width=width)
+    policy = policy_of(opened)
+    if settings.decision_log is None:
+        return policy
+    return LoggedPolicy(policy, Path(settings.decision_log), opened)
 
 
 def _refusal(request: GenerationRequest, error: InvalidRequest | Overloaded) -> Failed:

@@ -2,11 +2,13 @@
 
 from flare_ray.controller.verification.adaptive import AdaptivePolicy
 from flare_ray.controller.verification.fixed import FixedPolicy
+from flare_ray.controller.verification.log import LoggedPolicy, Opened, policy_of
 from flare_ray.controller.verification.policy import (
     Cohort,
     CohortLane,
     CompletedRound,
     Decision,
+    ProposalSource,
     VerificationPolicy,
 )
 
@@ -17,5 +19,9 @@ __all__ = [
     "CompletedRound",
     "Decision",
     "FixedPolicy",
+    "LoggedPolicy",
+    "Opened",
+    "ProposalSource",
     "VerificationPolicy",
+    "policy_of",
 ]

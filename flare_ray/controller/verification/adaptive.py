@@ -1,48 +1,39 @@
-"""The first adaptive policy: expected emitted tokens over the price of the round (contract: C2, C3,
-C6).
+"""The adaptive policy: expected emitted tokens over the price of the round (contract: C2, C3, C6).
 
 Every round:
 
-1. value of a width = sum over lanes of the tokens it is expected to emit, given the drafts the
-   width and the lane's ceiling allow; price = what the program costs now; best = largest ratio, the
-   narrower one of equals. Width one is always among the candidates.
-2. A *probe* may replace it: some other width, unmeasured or not run for long, if the exploration
-   account can pay the time it is predicted to lose against the best. A share of every round's time
-   goes to the account, so that in the long run probes lose at most that share (C3). A start grant
-   pays the first measurements.
+1. value of a program = tokens its lanes are expected to emit, given the drafts the program and each
+   lane's ceiling allow, joined as the objective says; price = what it costs now; best = largest
+   ratio, the narrower one of equals. Width one is always among the candidates.
+2. The program of the last round is kept if it is worse by no more than what a change of program was
+   measured to cost, spread over SWITCH_DWELL rounds. Where a change costs nothing, nothing is kept.
+3. A *probe* may replace it, if the exploration account can pay (`exploration`).
 
-Bound: with stationary survival and prices, goodput falls short of the best fixed width by at most
-PROBE_SHARE, the start grant, and what estimates from a few dozen noisy rounds get wrong between
-widths that differ by little. Simulated over 2,000 rounds (tests/support/policy_simulator.py; 114
-worlds, three seeds each) with prices that vary by 10 % a round: mean 0.994 of the best fixed width,
-worst run 0.957. With a neighbour that stretches spells of rounds by up to two: mean 0.983, worst
-run 0.816.
+Bound: STATED_BOUND, over the worlds of tests/unit/controller/test_verification.py; the result file
+`policy` has the bound over recorded, synthetic and shifting traces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
 
 from flare_ray.contracts.shapes import GraphShape
-from flare_ray.controller.verification.cost import (
-    SAMPLES,
-    TRUSTED_SAMPLES,
-    CostTable,
-)
-from flare_ray.controller.verification.policy import Cohort, CompletedRound, Decision
-from flare_ray.controller.verification.survival import SurvivalEstimator
+from flare_ray.controller.verification.cost import CostTable, Price
+from flare_ray.controller.verification.exploration import ExplorationAccount, Prober, loss_ns
+from flare_ray.controller.verification.policy import Cohort, CompletedRound, Decision, Reason
+from flare_ray.controller.verification.survival import Floats, SurvivalEstimator
 from flare_ray.errors import ContractViolation
 
-PROBE_SHARE = 0.005
-"""Share of all time that goes to the exploration account."""
-START_GRANT_ROUNDS = 3.0
-"""Rounds' worth of time the account starts with."""
-ACCOUNT_LIMIT_ROUNDS = 6.0
-"""Rounds' worth of time at which the account is full: a quiet period cannot buy a burst."""
-STALE_ROUNDS = 100
-"""Rounds after which a fully measured program may be probed again."""
-STATED_BOUND = 0.06
+Objective = Literal["latency", "throughput"]
+
+STATED_BOUND = 0.04
 """Largest relative loss of goodput against the best fixed width over 2,000 simulated rounds."""
+SWITCH_DECAY = 0.98
+SWITCH_DWELL = 8
+"""Rounds a change of program is expected to last."""
 
 
 class AdaptivePolicy:
@@ -50,120 +41,177 @@ class AdaptivePolicy:
 
     Args:
         measured_ns: start-up measurements of programs, if any.
+        objective: "throughput" counts every token alike; "latency" counts what shortens the mean
+            time per token over the requests of the round.
     """
 
-    def __init__(self, measured_ns: Mapping[GraphShape, int] | None = None) -> None:
+    def __init__(
+        self,
+        measured_ns: Mapping[GraphShape, int] | None = None,
+        *,
+        objective: Objective = "throughput",
+    ) -> None:
         self.survival = SurvivalEstimator()
         self.cost = CostTable(measured_ns)
-        self._account_ns = 0.0
-        self._granted = False
-        self._last: Decision | None = None
+        self.account = ExplorationAccount()
+        self._objective = objective
+        self._prober = Prober(self.cost, self.account)
+        self._switching = _SwitchCost()
+        self._narrowest: Price | None = None
+        self._previous: Price | None = None
+        self._last: tuple[Reason, int, float, Sequence[Price], list[float], list[float]] | None = (
+            None
+        )
+        self._known_programs: dict[int, tuple[Sequence[GraphShape], list[Price]]] = {}
 
     def choose(self, cohort: Cohort, catalog: Sequence[GraphShape]) -> GraphShape:
         """The best program, or a probe that the account can pay."""
-        candidates = _useful(cohort, catalog)
-        values = self._values(cohort, candidates)
+        programs = self._programs(catalog)
+        useful = _useful(cohort, catalog)
+        candidates = programs if useful == len(programs) else programs[:useful]
+        values = self._values(self.survival.expected_of(cohort.lanes), candidates)
         prices = self.cost.prices_ns(candidates)
         best = 0
+        value, price = values[0], prices[0]
         for place in range(1, len(candidates)):
-            if values[place] * prices[best] > values[best] * prices[place]:
-                best = place
-        chosen = self._probe(candidates, values, prices, best)
-        if chosen != best:
-            self._account_ns -= _loss_ns(values, prices, chosen, best)
-        reason = "only" if len(candidates) == 1 else "best" if chosen == best else "probe"
-        self._last = Decision(
-            shape=candidates[chosen],
-            reason=reason,  # type: ignore[arg-type]
-            expected_emitted=values[chosen],
-            expected_ns=prices[chosen],
-            account_ns=self._account_ns,
-        )
-        return candidates[chosen]
+            if values[place] * price > value * prices[place]:
+                best, value, price = place, values[place], prices[place]
+        reason: Reason = "best"
+        lost = 0.0
+        if len(candidates) == 1:
+            reason = "only"
+        else:
+            kept = self._keep(candidates, values, prices, best)
+            if kept != best:
+                best, reason = kept, "kept"
+            chosen, lost = self._prober.pick(candidates, values, prices, best)
+            if chosen != best:
+                best, reason = chosen, "probe"
+                self.account.debit(lost)
+        self._narrowest = candidates[0]
+        self._last = (reason, best, lost, candidates, values, prices)
+        return candidates[best].shape
 
     def decision(self) -> Decision:
         """The last choice; raises ContractViolation before the first."""
         if self._last is None:
             raise ContractViolation("a policy was asked to explain a choice it never made")
-        return self._last
+        reason, place, lost, candidates, values, prices = self._last
+        top = max(range(len(values)), key=lambda other: values[other] / prices[other])
+        return Decision(
+            shape=candidates[place].shape,
+            reason=reason,
+            expected_emitted=values[place],
+            expected_ns=prices[place],
+            account_ns=self.account.balance_ns,
+            probe_ns=lost,
+            regret_ns=max(loss_ns(values, prices, place, top), 0.0),
+            candidates=tuple([price.shape for price in candidates]),
+            values=tuple(values),
+            prices_ns=tuple(prices),
+        )
 
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
         """Update survival, price and account."""
-        self.survival.observe(record.lanes)
-        self.cost.observe(record.shape, max(cost_ns, 1))
-        if not self._granted:
-            self._granted = True
-            self._account_ns = START_GRANT_ROUNDS * cost_ns
-        limit_ns = ACCOUNT_LIMIT_ROUNDS * self.cost.estimate_ns(record.shape)
-        self._account_ns = min(self._account_ns + PROBE_SHARE * cost_ns, limit_ns)
+        cost_ns = max(cost_ns, 1)
+        shape, program = record.shape, self.cost.price(record.shape)
+        estimate_ns = self.cost.prices_ns([program])[0]
+        self._switching.observe(cost_ns / estimate_ns - 1.0, switched=program is not self._previous)
+        self._previous = program
+        self.survival.observe(record.lanes, record.sources)
+        self.cost.observe(shape, cost_ns)
+        gain_ns = 0.0
+        if self._narrowest is not None and program is not self._narrowest:
+            emitted = alive = 0
+            for lane in record.lanes:
+                emitted += lane.emitted
+                alive += lane.emitted > 0
+            if alive:
+                narrow_ns = self.cost.prices_ns([self._narrowest])[0]
+                gain_ns = emitted / alive * narrow_ns - cost_ns
+        self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns)
 
     def forget(self, uid: int) -> None:
         """Drop what was learnt of one request; the workload keeps it."""
         self.survival.forget(uid)
 
-    def _values(self, cohort: Cohort, candidates: Sequence[GraphShape]) -> list[float]:
-        values = [0.0] * len(candidates)
-        widths = [shape.verify_width - 1 for shape in candidates]
-        for lane in cohort.lanes:
-            expected, ceiling = self.survival.expected_emitted(lane.uid), lane.ceiling
-            for place, drafts in enumerate(widths):
-                values[place] += expected[drafts if drafts < ceiling else ceiling]
-        return values
+    def _programs(self, catalog: Sequence[GraphShape]) -> list[Price]:
+        """What is known of a catalog's programs, looked up once per catalog."""
+        capacity = catalog[0].batch_capacity
+        known = self._known_programs.get(capacity)
+        if known is None or (known[0] is not catalog and known[0] != catalog):
+            known = (catalog, [self.cost.price(shape) for shape in catalog])
+            self._known_programs[capacity] = known
+        return known[1]
 
-    def _probe(
+    def _values(self, expected: Floats, candidates: Sequence[Price]) -> list[float]:
+        lanes = len(expected)
+        if lanes == 1:
+            joined = expected[0].tolist()
+        elif self._objective == "latency":
+            joined = (lanes * lanes / (1.0 / expected).sum(0)).tolist()
+        else:
+            joined = (lanes * np.exp(np.log(expected).mean(0))).tolist()
+        return [joined[price.shape.verify_width - 1] for price in candidates]
+
+    def _keep(
         self,
-        candidates: Sequence[GraphShape],
+        candidates: Sequence[Price],
         values: Sequence[float],
         prices: Sequence[float],
         best: int,
     ) -> int:
-        """The candidate to run: the one most worth a probe if the account can pay it, else `best`.
-
-        A candidate that is worth more than the affordable ones is saved for.
-        """
-        if not self._granted or not self.cost.is_trusted(candidates[best]):
+        """The last round's program if the best one is not enough better, else `best`."""
+        margin = self._switching.margin
+        if margin <= 0.0 or candidates[best] is self._previous:
             return best
-        chosen, chosen_worth, chosen_loss_ns = best, 0.0, 0.0
-        limit_ns = ACCOUNT_LIMIT_ROUNDS * prices[best]
-        ran_wider = self.cost.rounds
-        for place in range(len(candidates) - 1, -1, -1):
-            shape = candidates[place]
-            # A wider round tests these depths too.
-            ran_wider = min(ran_wider, self.cost.age_rounds(shape))
-            if place == best:
-                continue
-            age = ran_wider if place > best else self.cost.age_rounds(shape)
-            need = self._need(shape, age)
-            # The loss is itself uncertain: count at least a twentieth of a round.
-            loss_ns = max(_loss_ns(values, prices, place, best), 0.05 * prices[best])
-            if need > chosen_worth * loss_ns:
-                chosen, chosen_worth, chosen_loss_ns = place, need / loss_ns, loss_ns
-        # A full account pays for any probe: what is missing stays as a debt.
-        return chosen if min(chosen_loss_ns, limit_ns) <= self._account_ns else best
-
-    def _need(self, shape: GraphShape, age_rounds: int) -> float:
-        """How much a round of `shape` would teach; 0 = not worth a probe now.
-
-        Most where its price rests on a few rounds or on none, less as its window fills, and again
-        with the time since it ran.
-        """
-        samples = self.cost.samples(shape)
-        if samples < TRUSTED_SAMPLES:
-            return 10.0 * (TRUSTED_SAMPLES - samples)
-        missing = 1.0 - samples / SAMPLES
-        stale = age_rounds / STALE_ROUNDS
-        return missing + stale if missing or stale >= 1.0 else 0.0
+        for place, program in enumerate(candidates):
+            if program is self._previous:
+                gain = values[best] * prices[place] / (values[place] * prices[best])
+                return place if gain < 1.0 + margin else best
+        return best
 
 
-def _useful(cohort: Cohort, catalog: Sequence[GraphShape]) -> Sequence[GraphShape]:
-    """Widths up to the first that offers every lane its ceiling; wider ones only cost more."""
-    most = max(lane.ceiling for lane in cohort.lanes)
-    for count, shape in enumerate(catalog, start=1):
-        if shape.verify_width > most:
-            return catalog[:count]
-    return catalog
+class _SwitchCost:
+    """What the first round of another program costs beyond its price, relative."""
+
+    def __init__(self) -> None:
+        self._excess = 0.0
+        self._square = 0.0
+        self._weight = 0.0
+        self._usual = 0.0
+
+    def observe(self, error: float, *, switched: bool) -> None:
+        """One round's cost over its price, less one."""
+        error = min(max(error, -0.5), 0.5)
+        if not switched:
+            self._usual += (error - self._usual) * (1.0 - SWITCH_DECAY)
+            return
+        excess = error - self._usual
+        self._excess = self._excess * SWITCH_DECAY + excess
+        self._square = self._square * SWITCH_DECAY + excess * excess
+        self._weight = self._weight * SWITCH_DECAY + 1.0
+
+    @property
+    def margin(self) -> float:
+        """Advantage that a change must promise: its certain cost (two standard errors off), spread
+        over the rounds it lasts; 0 where no cost is certain."""
+        if self._weight < 8.0:
+            return 0.0
+        mean = self._excess / self._weight
+        if mean <= 0.0:
+            return 0.0
+        variance = max(self._square / self._weight - mean * mean, 0.0)
+        certain = mean - 2.0 * float((variance / self._weight) ** 0.5)
+        return max(certain, 0.0) / SWITCH_DWELL
 
 
-def _loss_ns(values: Sequence[float], prices: Sequence[float], place: int, best: int) -> float:
-    """Time a round of `place` is predicted to lose against making its tokens with `best`."""
-    return prices[place] - values[place] * prices[best] / values[best]
+def _useful(cohort: Cohort, catalog: Sequence[GraphShape]) -> int:
+    """How many programs are of use: those up to the first width that offers every lane its ceiling;
+    wider ones only cost more."""
+    most = max([lane.ceiling for lane in cohort.lanes])
+    if catalog[-1].verify_width > most:
+        for count, shape in enumerate(catalog, start=1):
+            if shape.verify_width > most:
+                return count
+    return len(catalog)

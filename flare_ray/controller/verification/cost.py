@@ -1,202 +1,231 @@
-"""What a round of each program costs now: robust means of complete rounds as they ran (contract:
-C2).
+"""What a round of each program costs now, from complete rounds as they ran (contract: C2).
 
-Only the ratio between programs decides, and what disturbs one round usually disturbs its
-neighbours in time, so two corrections keep programs comparable that run at different times:
+The model is a product: price = level * relative price of the program.
 
-- *level*, slow: costs drift together (contexts grow). Whenever a full window's mean changes, the
-  level changes by the same factor, and every other program's price is read at today's level. For a
-  single program the factors multiply to (its mean now / its mean then): the level carries that
-  window's noise and never wanders.
-- *pace*, fast: a busy neighbour stretches some dozen rounds. The cost of a program that seldom runs
-  is divided by how much dearer than their price the other programs' rounds just before it were.
+- The *level* follows every round of any program within some three rounds: growing contexts, a busy
+  neighbour, a throttled clock move all programs together, and only ratios decide.
+- A program's *relative price* follows its own rounds, measured against the level of that moment, by
+  a mean whose memory grows to MEMORY_ROUNDS. So a program that seldom runs, and runs just while
+  everything is slow, is not blamed for it. A round counts as far as the level rests on rounds of
+  other programs: of a program that runs alone nothing but the level can be learnt.
 
-Dividing by the pace leaves a common factor free, which would wander where many programs take turns;
-so every round also pulls all prices together a little towards what it really cost.
+Both are robust: a price follows the median of its program's last three rounds, the level that of
+the last three of any. A program starts at its start-up measurement if there is one, else at a guess
+from its neighbours, and each start counts as few rounds of its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flare_ray.contracts.shapes import GraphShape
 
-SAMPLES = 48
-"""Rounds remembered per program."""
+LEVEL_GAIN = 0.3
+"""Share of a round's error by which the level moves."""
+MEMORY_ROUNDS = 64
+"""Rounds that a relative price averages over in the long run."""
+CLIP = 0.35
+"""Largest error, as a logarithm, that moves a start-up measurement before two rounds confirmed it;
+some three standard deviations of a noisy host's rounds."""
+MEASURED_WEIGHT = 4.0
+GUESS_WEIGHT = 0.25
+"""Rounds that a start-up measurement and a guess count as."""
 TRUSTED_SAMPLES = 3
-"""Below so many, one disturbed round could decide: the program is worth a probe."""
-RECENT_ROUNDS = 9
-"""Rounds whose median cost over price is the pace."""
-PACE_ROUNDS = 7
-"""Recent rounds of other programs that a pace needs: only a program that runs seldom has one."""
-PULL = 0.02
-PULL_CLIP = 0.3
-"""Share of a round's relative error by which all prices move, and the largest error that counts:
-the common factor is found within some 50 rounds, and a disturbed round hardly moves it."""
+"""Below so many rounds of its own, one disturbed round could decide: worth a probe."""
 UNTRUSTED_SURCHARGE = 2.0
 """A width that is not trusted yet counts at most so many times dearer per row than the nearest
 trusted narrower one."""
 ROW_SHARE = 0.2
 """Guessed cost of one more row per lane over that of a width-one round, before any measurement."""
+NOISE_DECAY = 0.95
+LEAST_NOISE = 0.005
 
 
-@dataclass(slots=True)
-class _Samples:
-    """Costs of one program, expressed at `level`."""
+@dataclass(slots=True, eq=False)
+class Price:
+    """What is known of one program's cost.
 
-    values: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
-    mean: float = 0.0
-    level: float = 1.0
+    Attributes:
+        relative: price over the level; a guess while nothing is known.
+        weight: rounds it counts as, its start included; 0 = a guess that nothing supports.
+        samples: rounds of its own; never above MEMORY_ROUNDS.
+        measured: it started at a measurement.
+        last_round: the table's round in which it last ran; 0 = never.
+        share: part of the level that rested on its own rounds after its last one.
+        before: costs over the level of its last two rounds, the older first; 0 = none.
+    """
+
+    shape: GraphShape
+    relative: float = 1.0
+    weight: float = 0.0
+    samples: int = 0
+    measured: bool = False
     last_round: int = 0
+    share: float = 0.0
+    before: tuple[float, float] = (0.0, 0.0)
 
-    def express_at(self, level: float) -> None:
-        """Rescale what was measured at another level."""
-        if self.level != level:
-            factor = level / self.level
-            self.values = deque((value * factor for value in self.values), maxlen=SAMPLES)
-            self.mean *= factor
-            self.level = level
+    @property
+    def is_trusted(self) -> bool:
+        """Whether enough rounds of it were measured, here or at start-up."""
+        return self.measured or self.samples >= TRUSTED_SAMPLES
 
-    def add(self, value: float) -> None:
-        self.values.append(value)
-        self.mean = _robust_mean(self.values)
+    def filtered(self, raw: float) -> float:
+        """Median of this round and its last two, mean of two unless one is disturbed: a single
+        disturbed round never moves a price."""
+        older, old = self.before
+        self.before = (old, raw)
+        if not old:
+            return raw
+        if not older:
+            return (old + raw) / 2 if max(old, raw) < 1.5 * min(old, raw) else min(old, raw)
+        return max(min(older, old), min(max(older, old), raw))
 
 
 class CostTable:
     """Prices of programs, in nanoseconds.
 
     Args:
-        measured_ns: start-up measurements; each counts as one sample.
+        measured_ns: start-up measurements.
     """
 
     def __init__(self, measured_ns: Mapping[GraphShape, int] | None = None) -> None:
         self.rounds = 0
+        self._deviation = 0.08
         self._level = 1.0
-        self._samples: dict[GraphShape, _Samples] = {}
-        self._guesses: dict[GraphShape, float] = {}
-        self._recent: deque[tuple[GraphShape, float]] = deque(maxlen=RECENT_ROUNDS)
-        for shape, cost_ns in (measured_ns or {}).items():
-            self._samples.setdefault(shape, _Samples()).add(float(cost_ns))
+        self._recent = (1.0, 1.0)
+        self._guesses_hold = False
+        self._prices = {
+            shape: Price(shape, float(cost), MEASURED_WEIGHT, measured=True)
+            for shape, cost in (measured_ns or {}).items()
+        }
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of a round's cost over its price; the mean absolute deviation of a
+        normal variable is 0.8 of it."""
+        return max(self._deviation / 0.8, LEAST_NOISE)
+
+    def price(self, shape: GraphShape) -> Price:
+        """What is known of a program; the same object for ever."""
+        price = self._prices.get(shape)
+        if price is None:
+            price = self._prices[shape] = Price(shape)
+            self._guesses_hold = False
+        return price
 
     def observe(self, shape: GraphShape, cost_ns: int) -> None:
         """One complete round of `shape` took `cost_ns` > 0."""
         self.rounds += 1
-        samples = self._samples.get(shape)
-        if samples is None:
-            samples = self._samples[shape] = _Samples()
-        samples.express_at(self._level)
-        if len(samples.values) < TRUSTED_SAMPLES:
-            self._guesses.clear()
-        full, before = len(samples.values) == SAMPLES, samples.mean
-        pace = self._pace(shape)
-        trusted = len(samples.values) >= TRUSTED_SAMPLES
+        price = self.price(shape)
+        raw = cost_ns / self._level
+        if not price.weight:
+            known = self._known(shape)
+            price.relative, price.weight = (_guess(shape, known) if known else raw), GUESS_WEIGHT
+        trusted = price.is_trusted
+        error = math.log(price.filtered(raw) / price.relative)
+        if trusted and price.samples < 2:
+            error = min(max(error, -CLIP), CLIP)
+        price.weight = min(price.weight + 1.0, MEMORY_ROUNDS)
+        # Only what others' rounds say of the level tells anything about this program.
+        share = price.share * (1.0 - LEVEL_GAIN) ** (self.rounds - price.last_round)
+        price.relative *= math.exp(error * (1.0 - share) / price.weight)
+        price.share = share + LEVEL_GAIN * (1.0 - share)
+        price.samples = min(price.samples + 1, MEMORY_ROUNDS)
+        price.last_round = self.rounds
+        if price.samples <= TRUSTED_SAMPLES:
+            self._guesses_hold = False
         if trusted:
-            self._recent.append((shape, cost_ns / before))
-        samples.add(cost_ns / pace)
-        if full:
-            self._level *= samples.mean / before
-            samples.level = self._level
-        if trusted:
-            error = min(max(cost_ns / before - 1.0, -PULL_CLIP), PULL_CLIP)
-            self._level *= 1.0 + PULL * error
-        samples.last_round = self.rounds
+            # The same location as a price follows, or the two would drift apart.
+            error = math.log(self._median(raw / price.relative))
+            self._level *= math.exp(LEVEL_GAIN * error)
+            self._deviation += (min(abs(error), CLIP) - self._deviation) * (1.0 - NOISE_DECAY)
 
-    def _pace(self, shape: GraphShape) -> float:
-        """How much dearer than their price the last rounds of other programs were."""
-        others = sorted(ratio for other, ratio in self._recent if other != shape)
-        return others[len(others) // 2] if len(others) >= PACE_ROUNDS else 1.0
+    def _median(self, ratio: float) -> float:
+        """Median of the last three rounds' costs over their prices, any program's."""
+        older, old = self._recent
+        self._recent = (old, ratio)
+        return max(min(older, old), min(max(older, old), ratio))
 
-    def samples(self, shape: GraphShape) -> int:
-        """Rounds of it that its price rests on, 0 .. SAMPLES."""
-        samples = self._samples.get(shape)
-        return len(samples.values) if samples is not None else 0
-
-    def is_trusted(self, shape: GraphShape) -> bool:
-        """Whether enough rounds of it were measured."""
-        return self.samples(shape) >= TRUSTED_SAMPLES
-
-    def age_rounds(self, shape: GraphShape) -> int:
-        """Rounds of any program since it last ran; all of them if it never did."""
-        samples = self._samples.get(shape)
-        return self.rounds - (samples.last_round if samples is not None else 0)
+    def uncertainty(self, price: Price) -> float:
+        """Relative standard error of a price; 1 if it never ran."""
+        return float(self.noise / price.weight**0.5) if price.weight else 1.0
 
     def estimate_ns(self, shape: GraphShape) -> float:
         """Price of a round now; a guess from its neighbours if it never ran."""
-        samples = self._samples.get(shape)
-        if samples is not None:
-            return samples.mean * self._level / samples.level
-        guess = self._guesses.get(shape)
-        if guess is None:
-            guess = self._guesses[shape] = self._guess(shape)
-        return guess * self._level
+        return self.prices_ns([self.price(shape)])[0]
 
-    def prices_ns(self, candidates: Sequence[GraphShape]) -> list[float]:
-        """Estimates of programs that differ in width alone, narrowest first.
+    def prices_ns(self, candidates: Sequence[Price]) -> list[float]:
+        """Estimates of programs that hold the same lanes, narrowest first.
 
         A program not yet trusted is held between the trusted ones beside it, because a wider round
         of the same lanes never costs less, and below a multiple of the narrower one: one disturbed
         sample cannot price it out of ever being measured again.
         """
-        prices = [self.estimate_ns(shape) for shape in candidates]
-        trusted = [self.is_trusted(shape) for shape in candidates]
-        ceiling = math.inf
-        for place in range(len(candidates) - 1, -1, -1):
-            if trusted[place]:
-                ceiling = prices[place]
-            else:
-                prices[place] = min(prices[place], ceiling)
-        floor, narrower = 0.0, 0
-        for place, shape in enumerate(candidates):
-            if trusted[place]:
-                floor, narrower = prices[place], shape.verify_width
-            elif narrower:
-                most = UNTRUSTED_SURCHARGE * floor * shape.verify_width / narrower
-                prices[place] = min(max(prices[place], floor), most)
+        if not self._guesses_hold:
+            self._renew_guesses()
+        level = self._level
+        prices = [price.relative * level for price in candidates]
+        if not all(price.is_trusted for price in candidates):
+            _bound(candidates, prices)
         return prices
 
-    def _guess(self, shape: GraphShape) -> float:
-        """Cost at level 1 of a program that never ran.
+    def _renew_guesses(self) -> None:
+        for price in self._prices.values():
+            if not price.weight:
+                known = self._known(price.shape)
+                price.relative = _guess(price.shape, known) if known else 1.0
+        self._guesses_hold = True
 
-        1. Between two measured widths of its batch capacity: linear.
-        2. Beyond them: the nearest one, scaled by the assumed share of a row.
-        3. No width of its capacity measured: the nearest capacity stands for it.
-        """
-        known = {
-            other: samples.mean / samples.level
-            for other, samples in self._samples.items()
-            if other.kind is shape.kind
-        }
-        if not known:
-            return _assumed(shape.verify_width)
-        distance = min(abs(o.batch_capacity - shape.batch_capacity) for o in known)
-        near = sorted(
-            (other.verify_width, mean)
-            for other, mean in known.items()
-            if abs(other.batch_capacity - shape.batch_capacity) == distance
-        )
-        width = shape.verify_width
-        below = [entry for entry in near if entry[0] <= width]
-        above = [entry for entry in near if entry[0] >= width]
-        if below and above:
-            (low, low_cost), (high, high_cost) = below[-1], above[0]
-            if low == high:
-                return low_cost
-            return low_cost + (high_cost - low_cost) * (width - low) / (high - low)
-        nearest, cost = below[-1] if below else above[0]
+    def _known(self, shape: GraphShape) -> list[Price]:
+        """Programs of the same kind of which something is known."""
+        return [p for p in self._prices.values() if p.weight and p.shape.kind is shape.kind]
+
+
+def _bound(candidates: Sequence[Price], prices: list[float]) -> None:
+    ceiling = math.inf
+    for place in range(len(candidates) - 1, -1, -1):
+        if candidates[place].is_trusted:
+            ceiling = prices[place]
+        else:
+            prices[place] = min(prices[place], ceiling)
+    floor, narrower = 0.0, 0
+    for place, price in enumerate(candidates):
+        width = price.shape.verify_width
+        if price.is_trusted:
+            floor, narrower = prices[place], width
+        elif narrower:
+            most = UNTRUSTED_SURCHARGE * floor * width / narrower
+            prices[place] = min(max(prices[place], floor), most)
+
+
+def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
+    """Relative price of a program that never ran.
+
+    1. Between two known widths of its batch capacity: linear.
+    2. Beyond them: along the line through the two nearest, or from the only one by the assumed
+       share of a row; never far below the narrowest.
+    3. No width of its capacity known: the nearest capacity stands for it.
+    """
+    distance = min(abs(p.shape.batch_capacity - shape.batch_capacity) for p in known)
+    near = sorted(
+        (price.shape.verify_width, price.relative)
+        for price in known
+        if abs(price.shape.batch_capacity - shape.batch_capacity) == distance
+    )
+    width = shape.verify_width
+    below = [entry for entry in near if entry[0] <= width]
+    above = [entry for entry in near if entry[0] > width]
+    if below and below[-1][0] == width:
+        return below[-1][1]
+    if len(near) == 1:
+        nearest, cost = near[0]
         return cost * _assumed(width) / _assumed(nearest)
-
-
-def _robust_mean(values: deque[float]) -> float:
-    """Mean of the middle half; the smaller of two, since disturbances only ever add time."""
-    ordered = sorted(values)
-    if len(ordered) < TRUSTED_SAMPLES:
-        return ordered[0]
-    cut = max(1, len(ordered) // 4)
-    middle = ordered[cut : len(ordered) - cut]
-    return sum(middle) / len(middle)
+    pair = (below[-1:] + above[:1]) if below and above else (below[-2:] or above[:2])
+    (low, low_cost), (high, high_cost) = pair[0], pair[-1]
+    slope = max(high_cost - low_cost, 0.0) / max(high - low, 1)
+    return max(low_cost + slope * (width - low), 0.1 * low_cost)
 
 
 def _assumed(width: int) -> float:

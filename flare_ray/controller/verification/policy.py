@@ -7,6 +7,7 @@ and prices come through `observe`, so that equal inputs give equal decisions and
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -15,6 +16,17 @@ import msgspec
 from flare_ray.contracts.record import LaneRecord
 from flare_ray.contracts.shapes import GraphShape
 
+Reason = Literal["best", "kept", "probe", "fixed", "only"]
+
+
+class ProposalSource(enum.IntEnum):
+    """Where a draft comes from: the drafter, shared decoded history (contract: H1), or the
+    request's own text (contract: H3)."""
+
+    LEARNED = 0
+    HISTORY = 1
+    REQUEST = 2
+
 
 class CohortLane(msgspec.Struct, frozen=True, array_like=True):
     """One request of the coming round.
@@ -22,10 +34,12 @@ class CohortLane(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         uid: the request.
         ceiling: most drafts that may be verified for it (budget, context; contract: C5).
+        sources: `ProposalSource` per depth; depths beyond it are LEARNED.
     """
 
     uid: int
     ceiling: int
+    sources: tuple[int, ...] = ()
 
 
 class Cohort(msgspec.Struct, frozen=True, array_like=True):
@@ -35,27 +49,45 @@ class Cohort(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompletedRound(msgspec.Struct, frozen=True, array_like=True):
-    """A harvested round: the program that ran and its lanes' records, dead lanes included."""
+    """A harvested round: the program that ran and its lanes' records, dead lanes included.
+
+    Attributes:
+        sources: per lane `ProposalSource` by depth, as in its cohort; () = all LEARNED.
+        confidence: per lane the drafter's forecast that draft i passes given those before it; () =
+            the program forecasts nothing (contract: C4).
+    """
 
     shape: GraphShape
     lanes: tuple[LaneRecord, ...]
+    sources: tuple[tuple[int, ...], ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Why the last width was chosen.
 
     Attributes:
-        reason: "best" value over cost; "probe" = paid by the exploration account; "fixed"; "only"
-            = nothing to choose from.
+        reason: "best" value over cost; "kept" = as good as the best within what a change of program
+            costs; "probe" = paid by the exploration account; "fixed"; "only" = nothing to choose
+            from.
         expected_emitted / expected_ns: predictions for the chosen program; 0 where none was made.
         account_ns: what the exploration account could still spend.
+        probe_ns: time this choice is predicted to lose as a probe.
+        regret_ns: expected shortfall of this round against the best candidate by present estimates;
+            0 unless the choice was not the best.
+        candidates / values / prices_ns: what was compared, in the catalog's order; () under fixed.
     """
 
     shape: GraphShape
-    reason: Literal["best", "probe", "fixed", "only"]
+    reason: Reason
     expected_emitted: float = 0.0
     expected_ns: float = 0.0
     account_ns: float = 0.0
+    probe_ns: float = 0.0
+    regret_ns: float = 0.0
+    candidates: tuple[GraphShape, ...] = ()
+    values: tuple[float, ...] = ()
+    prices_ns: tuple[float, ...] = ()
 
 
 class VerificationPolicy(Protocol):
@@ -66,7 +98,8 @@ class VerificationPolicy(Protocol):
 
         Args:
             cohort: at least one lane.
-            catalog: for each width the program that would run, width one first.
+            catalog: programs that hold the cohort, width one first, then by width and packed
+                capacity.
         """
 
     def decision(self) -> Decision:

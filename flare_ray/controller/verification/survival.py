@@ -1,150 +1,453 @@
-"""How many drafts survive: joint prefix survival by depth, per request (contract: C2).
+"""How many drafts survive: joint prefix survival by depth and source, per request (contract: C2).
 
-survival[i] is the chance that the first i drafts are all accepted. It is a product of conditional
-chances h[1] .. h[i], h[j] = chance that depth j is accepted given that depths 1 .. j-1 were, each
-estimated from the rounds that *tested* depth j (the product-limit estimator of Kaplan and Meier
-1958). A depth that was not offered, lay behind the first rejection, or was cut by EOS or budget was
-not tested: it counts neither way. Choosing a width by past outcomes does not bias it, since a round
-is censored before its own outcome.
+survival[i] is the chance that the first i drafts are all accepted: a product of conditional chances
+h[1] .. h[i], h[j] = chance that depth j is accepted given that depths 1 .. j-1 were, each estimated
+from the rounds that *tested* depth j (the product-limit estimator of Kaplan and Meier 1958). A
+depth that was not offered, lay behind the first rejection, or was cut by EOS or budget was not
+tested: it counts neither way. Choosing a width by past outcomes does not bias it, since a round is
+censored before its own outcome.
 
 Each estimate is shrunk to the next coarser one:
 
-    request h[d]  ->  workload h[d]  ->  workload h[d-1]  ->  FIRST_DEPTH_PRIOR
+    request h[d]  ->  workload h[d] shifted by the request's odds  ->  workload h[d]
+                  ->  workload h[d-1]  ->  FIRST_DEPTH_PRIOR
+
+The shift is one number per request: how much better or worse than the workload it did over all
+depths it was tested at. A request that turns out easy at depth one is thereby expected to be easy
+at depth five, which no test of its own could tell so soon.
+
+Memories are long, so that estimates are quiet; when recent outcomes contradict one by more than
+chance explains, most of it is dropped at once. That follows a text that turns from prose to copying
+within some ten rounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.shapes import MAX_WIDTH
+from flare_ray.controller.verification.policy import CohortLane, ProposalSource
 
 MAX_DRAFTS = MAX_WIDTH - 1
 FIRST_DEPTH_PRIOR = 0.6
 """Guess for depth 1 before anything was measured; decides little beyond the first rounds."""
-WORKLOAD_STRENGTH = 4.0
-REQUEST_STRENGTH = 4.0
-"""Tests of a depth that weigh as much as the prior it is shrunk to."""
+WORKLOAD_STRENGTH = 8.0
+REQUEST_STRENGTH = 12.0
+"""Tests that weigh as much as the prior an estimate is shrunk to."""
+SPREAD_PRIOR = 0.4
+SPREAD_PRIOR_WEIGHT = 4.0
+LEAST_SPREAD = 0.03
+MOST_SPREAD = 2.0
+SPREAD_DECAY = 0.998
+CHANCE_SHARE = 0.6
 WORKLOAD_DECAY = 0.995
-REQUEST_DECAY = 0.93
-"""Weight of the past at each round that tested something: memories of about 200 and 14 rounds, so
-that a request that turns from prose to copied text is followed within some dozen rounds."""
+REQUEST_DECAY = 0.97
+"""Weight of the past at each round that tested something: memories of 200 and 33 rounds."""
 IDLE_DECAY = 0.985
 """Weight of a request's memory after a round that offered nothing: about 45 rounds half its
 evidence, so that a request once found hopeless is judged by the workload again."""
+RECENT_DECAY = 0.8
+"""Memory of the watch for changes: about five rounds."""
+SURPRISE = 5.0
+"""Squared deviations of recent outcomes from their forecast, in variances, that mean a change."""
+KEPT_AFTER_CHANGE = 0.15
+"""Share of the evidence that a change leaves."""
+_CHANCE_LIMIT = 0.995
+_INITIAL_ROWS = 16
+FEW_LANES = 4
+"""Largest round that is learnt from without arrays, whose operators cost a microsecond each."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+_FATE = int(Status.ACTIVE | Status.NONFINITE)
+_LIVED = int(Status.ACTIVE)
+_DEPTHS: Ints = np.arange(MAX_DRAFTS)
 
 
-@dataclass(slots=True)
-class _Tests:
-    """Decayed tests and passes by depth, depth 1 first."""
+class _Workload:
+    """Decayed tests and passes by depth over all requests; depth 1 first."""
 
-    tested: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFTS)
-    passed: list[float] = field(default_factory=lambda: [0.0] * MAX_DRAFTS)
+    def __init__(self) -> None:
+        self._tested = [0.0] * MAX_DRAFTS
+        self._passed = [0.0] * MAX_DRAFTS
+        self._surprise = 0.0
+        self._variance = 0.0
+        self.chances = self._chances()
 
-    def add(self, successes: int, failed: bool, decay: float) -> None:
-        """Depths 1 .. successes passed; the next one failed, or was not tested.
+    def observe(
+        self, tested: Sequence[int], passed: Sequence[int], surprise: float, variance: float
+    ) -> None:
+        """Add one round's counts; depths it did not test keep their weight."""
+        self._surprise = self._surprise * RECENT_DECAY + surprise
+        self._variance = self._variance * RECENT_DECAY + variance
+        keep = WORKLOAD_DECAY
+        if self._surprise**2 > SURPRISE * self._variance + 1.0:
+            keep = KEPT_AFTER_CHANGE
+            self._surprise = self._variance = 0.0
+        for depth, count in enumerate(tested):
+            if count:
+                self._tested[depth] = self._tested[depth] * keep + count
+                self._passed[depth] = self._passed[depth] * keep + passed[depth]
+        self.chances = self._chances()
+
+    def _chances(self) -> Floats:
+        chances = []
+        prior = FIRST_DEPTH_PRIOR
+        for tested, passed in zip(self._tested, self._passed, strict=True):
+            prior = (passed + WORKLOAD_STRENGTH * prior) / (tested + WORKLOAD_STRENGTH)
+            chances.append(min(prior, _CHANCE_LIMIT))
+        return np.array(chances)
+
+
+class _Spread:
+    """How much requests differ: the variance of their shifts, in logits.
+
+    A request whose forecast variance is V and whose shift is s passes about V s more tests than
+    forecast, besides chance of variance V / 2 (older tests weigh less): the mean of (excess^2 - V /
+    2) over that of V^2 estimates the variance.
+    """
+
+    def __init__(self) -> None:
+        self._excess = SPREAD_PRIOR * SPREAD_PRIOR_WEIGHT
+        self._square = SPREAD_PRIOR_WEIGHT
+        self.strength = 4.0 / SPREAD_PRIOR
+
+    def observe(self, excess: Floats, variance: Floats) -> None:
+        """Rows of one round."""
+        found = float((excess * excess - CHANCE_SHARE * variance).mean())
+        self._add(found, float((variance * variance).mean()), len(excess))
+
+    def observe_few(self, rows: Sequence[tuple[float, float]]) -> None:
+        """As `observe`: (excess, variance) per row."""
+        found = sum(excess * excess - CHANCE_SHARE * variance for excess, variance in rows)
+        square = sum(variance * variance for _, variance in rows)
+        self._add(found / len(rows), square / len(rows), len(rows))
+
+    def _add(self, found: float, square: float, rows: int) -> None:
+        gain = 1.0 - SPREAD_DECAY**rows
+        self._excess += gain * (found - self._excess)
+        self._square += gain * (square - self._square)
+        spread = self._excess / max(self._square, 1e-9)
+        self.strength = 4.0 / min(max(spread, LEAST_SPREAD), MOST_SPREAD)
+
+
+class _SourceTable:
+    """Tests of one proposal source, a row per request.
+
+    Attributes:
+        chances: [rows, 7], conditional chance by depth as of the row's last round.
+        expected: [rows, 8], entry k = tokens a round with k offered drafts emits.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.workload = _Workload()
+        self._spread = _Spread()
+        self._tested = np.zeros((rows, MAX_DRAFTS))
+        self._passed = np.zeros((rows, MAX_DRAFTS))
+        self._surprise = np.zeros(rows)
+        self._variance = np.zeros(rows)
+        self.chances = np.zeros((rows, MAX_DRAFTS))
+        self.expected = np.ones((rows, MAX_WIDTH))
+
+    def grow(self, rows: int) -> None:
+        """Make room for `rows` requests; present rows keep their place."""
+        more = rows - len(self._tested)
+        wide = ((0, more), (0, 0))
+        self._tested = np.pad(self._tested, wide)
+        self._passed = np.pad(self._passed, wide)
+        self._surprise = np.pad(self._surprise, (0, more))
+        self._variance = np.pad(self._variance, (0, more))
+        self.chances = np.pad(self.chances, wide)
+        self.expected = np.pad(self.expected, wide, constant_values=1.0)
+
+    def open(self, row: int) -> None:
+        """A new request: the workload's chances."""
+        self._tested[row] = self._passed[row] = 0.0
+        self._surprise[row] = self._variance[row] = 0.0
+        chances = self.workload.chances
+        self.chances[row] = chances
+        self.expected[row, 1:] = 1.0 + np.cumsum(np.cumprod(chances))
+
+    def observe(self, rows: Ints, tested: Bools, passed: Bools) -> None:
+        """Add one round's tests of these requests, [rows, 7] each.
 
         Only tested depths lose weight, so that a deep one seldom tested is remembered longer.
         """
-        tested, passed = self.tested, self.passed
-        for depth in range(successes + failed):
-            tested[depth] = tested[depth] * decay + 1.0
-            passed[depth] = passed[depth] * decay + (depth < successes)
+        forecast = self.chances[rows]
+        surprise = ((passed - forecast) * tested).sum(1)
+        variance = (forecast * (1.0 - forecast) * tested).sum(1)
+        self.workload.observe(
+            tested.sum(0).tolist(),
+            passed.sum(0).tolist(),
+            float(surprise.sum()),
+            float(variance.sum()),
+        )
+        surprise += self._surprise[rows] * RECENT_DECAY
+        variance += self._variance[rows] * RECENT_DECAY
+        changed = surprise**2 > SURPRISE * variance + 1.0
+        keep = np.where(tested, REQUEST_DECAY, 1.0)
+        if changed.any():
+            keep[changed] = KEPT_AFTER_CHANGE
+            surprise[changed] = variance[changed] = 0.0
+        self._surprise[rows], self._variance[rows] = surprise, variance
+        self._store(rows, self._tested[rows] * keep + tested, self._passed[rows] * keep + passed)
 
-    def fade(self, decay: float) -> None:
-        """Weigh everything less."""
-        self.tested = [count * decay for count in self.tested]
-        self.passed = [count * decay for count in self.passed]
+    def observe_few(self, outcomes: Sequence[tuple[int, int, int]]) -> None:
+        """As `observe`, for so few requests that arrays would cost more than they save.
 
+        Args:
+            outcomes: (row, depths passed, 1 if the next one failed).
+        """
+        tested, passed = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
+        told = []
+        for row, successes, failed in outcomes:
+            surprise = variance = 0.0
+            chances = self.chances[row].tolist()
+            for depth in range(successes + failed):
+                chance = chances[depth]
+                tested[depth] += 1
+                passed[depth] += depth < successes
+                surprise += (depth < successes) - chance
+                variance += chance * (1.0 - chance)
+            told.append((surprise, variance))
+        self.workload.observe(tested, passed, sum(t[0] for t in told), sum(t[1] for t in told))
+        rows = []
+        for (row, successes, failed), (surprise, variance) in zip(outcomes, told, strict=True):
+            surprise += float(self._surprise[row]) * RECENT_DECAY
+            variance += float(self._variance[row]) * RECENT_DECAY
+            keep = REQUEST_DECAY
+            if surprise * surprise > SURPRISE * variance + 1.0:
+                keep = KEPT_AFTER_CHANGE
+                surprise = variance = 0.0
+            self._surprise[row], self._variance[row] = surprise, variance
+            own_tested, own_passed = self._tested[row].tolist(), self._passed[row].tolist()
+            until = MAX_DRAFTS if keep == KEPT_AFTER_CHANGE else successes + failed
+            for depth in range(until):
+                own_tested[depth] = own_tested[depth] * keep + (depth < successes + failed)
+                own_passed[depth] = own_passed[depth] * keep + (depth < successes)
+            rows.append((row, own_tested, own_passed))
+        self._store_few(rows)
 
-@dataclass(slots=True)
-class _Request:
-    """One request's tests, and expected[k] = tokens a round with k offered drafts emits."""
+    def fade_few(self, rows: Sequence[int]) -> None:
+        """As `fade`, for few requests."""
+        self._store_few(
+            [
+                (
+                    row,
+                    (self._tested[row] * IDLE_DECAY).tolist(),
+                    (self._passed[row] * IDLE_DECAY).tolist(),
+                )
+                for row in rows
+            ]
+        )
 
-    tests: _Tests
-    expected: tuple[float, ...]
+    def _store_few(self, rows: Sequence[tuple[int, list[float], list[float]]]) -> None:
+        prior = self.workload.chances.tolist()
+        sums = []
+        for _, tested, passed in rows:
+            forecast = variance = 0.0
+            for count, chance in zip(tested, prior, strict=True):
+                forecast += count * chance
+                variance += count * chance * (1.0 - chance)
+            sums.append((sum(tested), sum(passed), forecast, variance))
+        self._spread.observe_few([(passes - forecast, v) for _, passes, forecast, v in sums])
+        half = self._spread.strength / 2
+        for (row, tested, passed), (total, passes, forecast, _) in zip(rows, sums, strict=True):
+            shift = (passes + half) * (total - forecast + half)
+            shift /= (total - passes + half) * (forecast + half)
+            chances, expected = [], []
+            previous = survival = emitted = 1.0
+            for depth in range(MAX_DRAFTS):
+                shifted = shift * prior[depth]
+                shifted /= 1.0 - prior[depth] + shifted
+                weight = REQUEST_STRENGTH / (tested[depth] + REQUEST_STRENGTH)
+                chance = passed[depth] / (tested[depth] + REQUEST_STRENGTH) + weight * shifted
+                chance -= max(shifted - previous, 0.0) * weight / 2
+                survival *= chance
+                emitted += survival
+                previous = chance
+                chances.append(chance)
+                expected.append(emitted)
+            self._tested[row], self._passed[row] = tested, passed
+            self.chances[row] = chances
+            self.expected[row, 1:] = expected
+
+    def fade(self, rows: Ints) -> None:
+        """Requests that offered nothing remember a little less."""
+        self._store(rows, self._tested[rows] * IDLE_DECAY, self._passed[rows] * IDLE_DECAY)
+
+    def _store(self, rows: Ints, tested: Floats, passed: Floats) -> None:
+        self._tested[rows], self._passed[rows] = tested, passed
+        prior = self.workload.chances
+        # The odds of a pass, observed over forecast, both with so many even tests added.
+        total, passes = tested.sum(1), passed.sum(1)
+        forecast = tested @ prior
+        self._spread.observe(passes - forecast, tested @ (prior * (1.0 - prior)))
+        half = self._spread.strength / 2
+        shift = (passes + half) * (total - forecast + half)
+        shift /= (total - passes + half) * (forecast + half)
+        shifted = shift[:, None] * prior
+        shifted /= 1.0 - prior + shifted
+        weight = REQUEST_STRENGTH / (tested + REQUEST_STRENGTH)
+        chances = passed / (tested + REQUEST_STRENGTH) + weight * shifted
+        for depth in range(1, MAX_DRAFTS):
+            # Over all requests a deep chance is high because only easy ones get there: one that is
+            # above the request's own chance a depth before counts half.
+            excess = shifted[:, depth] - chances[:, depth - 1]
+            chances[:, depth] -= np.maximum(excess, 0.0) * weight[:, depth] / 2
+        self.chances[rows] = chances
+        self.expected[rows, 1:] = 1.0 + chances.cumprod(1).cumsum(1)
 
 
 class SurvivalEstimator:
     """Survival of every live request, and of the workload."""
 
     def __init__(self) -> None:
-        self._workload = _Tests()
-        self._requests: dict[int, _Request] = {}
-        self._prior = self._workload_chances()
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(_INITIAL_ROWS - 1, -1, -1))
+        self._rows = _INITIAL_ROWS
+        self._learned = _SourceTable(self._rows)
+        self._copied: dict[int, _SourceTable] = {}
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._row_of)
 
     def expected_emitted(self, uid: int) -> tuple[float, ...]:
-        """Entry k: 1 + survival[1] + .. + survival[k], for k = 0 .. 7."""
-        request = self._requests.get(uid)
-        if request is None:
-            request = _Request(_Tests(), _expected(self._prior))
-            self._requests[uid] = request
-        return request.expected
+        """Entry k: 1 + survival[1] + .. + survival[k] of learned drafts, for k = 0 .. 7."""
+        return tuple(self._learned.expected[self._row(uid)].tolist())
 
-    def observe(self, lanes: Iterable[LaneRecord]) -> None:
-        """Learn from one round's records; dead and failed lanes teach nothing."""
-        outcomes = [
-            lane
-            for lane in lanes
-            if lane.status & Status.ACTIVE and not lane.status & Status.NONFINITE
-        ]
-        if any(lane.offered for lane in outcomes):
-            self._workload.fade(WORKLOAD_DECAY)
-            for lane in outcomes:
-                self._workload.add(*_tested(lane), 1.0)
-            self._prior = self._workload_chances()
-        for lane in outcomes:
-            request = self._requests.get(lane.uid)
-            if request is None:
-                request = self._requests[lane.uid] = _Request(_Tests(), ())
-            if lane.offered:
-                request.tests.add(*_tested(lane), REQUEST_DECAY)
-            else:
-                request.tests.fade(IDLE_DECAY)
-            request.expected = self._request_expected(request.tests)
+    def expected_of(self, lanes: Sequence[CohortLane]) -> Floats:
+        """[lanes, 8]: `expected_emitted` of every lane with its own sources, ceilings applied."""
+        get = self._row_of.get
+        rows = [get(lane.uid, -1) for lane in lanes]
+        if -1 in rows:
+            rows = [self._row(lane.uid) for lane in lanes]
+        expected = self._learned.expected[rows]
+        for place, lane in enumerate(lanes):
+            if lane.sources:
+                expected[place] = self._mixed(rows[place], lane.sources)
+            if lane.ceiling < MAX_DRAFTS:
+                expected[place, lane.ceiling + 1 :] = expected[place, lane.ceiling]
+        return expected
+
+    def observe(self, lanes: Sequence[LaneRecord], sources: Sequence[tuple[int, ...]] = ()) -> None:
+        """Learn from one round's records; dead and failed lanes teach nothing.
+
+        Args:
+            sources: per lane the `ProposalSource` of its depths; () = all LEARNED.
+        """
+        alive = [place for place, lane in enumerate(lanes) if lane.status & _FATE == _LIVED]
+        if not alive:
+            return
+        told = [lanes[place] for place in alive] if len(alive) < len(lanes) else lanes
+        if len(told) <= FEW_LANES and not any(sources):
+            self._observe_few(told)
+            return
+        rows = np.array([self._row(lane.uid) for lane in told])
+        offered = np.array([lane.offered for lane in told])
+        if not offered.any():
+            self._learned.fade(rows)
+            return
+        accepted = np.array([lane.accepted for lane in told])
+        emitted = np.array([lane.emitted for lane in told])
+        # In a clipped round the committed drafts passed; the next one's fate is not told.
+        successes = np.minimum(accepted, emitted)
+        failed = (accepted < offered) & (emitted > accepted)
+        passed = successes[:, None] > _DEPTHS
+        tested = (successes + failed)[:, None] > _DEPTHS
+        if any(sources):
+            self._observe_mixed(rows, tested, passed, [sources[place] for place in alive])
+        elif offered.all():
+            self._learned.observe(rows, tested, passed)
+        else:
+            some = offered > 0
+            self._learned.observe(rows[some], tested[some], passed[some])
+            self._learned.fade(rows[~some])
+
+    def _observe_few(self, lanes: Sequence[LaneRecord]) -> None:
+        outcomes, idle = [], []
+        for lane in lanes:
+            if not lane.offered:
+                idle.append(self._row(lane.uid))
+                continue
+            failed = lane.accepted < lane.offered and lane.emitted > lane.accepted
+            passed = min(lane.accepted, lane.emitted)
+            outcomes.append((self._row(lane.uid), passed, int(failed)))
+        if outcomes:
+            self._learned.observe_few(outcomes)
+        if idle:
+            self._learned.fade_few(idle)
 
     def forget(self, uid: int) -> None:
         """Drop a request."""
-        self._requests.pop(uid, None)
+        row = self._row_of.pop(uid, None)
+        if row is not None:
+            self._free.append(row)
 
-    def _workload_chances(self) -> tuple[float, ...]:
-        chances = []
-        prior = FIRST_DEPTH_PRIOR
-        for tested, passed in zip(self._workload.tested, self._workload.passed, strict=True):
-            prior = (passed + WORKLOAD_STRENGTH * prior) / (tested + WORKLOAD_STRENGTH)
-            chances.append(prior)
-        return tuple(chances)
+    def workload_chances(self, source: ProposalSource = ProposalSource.LEARNED) -> list[float]:
+        """Conditional chance by depth over all requests, depth 1 first."""
+        table = self._learned if source is ProposalSource.LEARNED else self._table(source)
+        chances: list[float] = table.workload.chances.tolist()
+        return chances
 
-    def _request_expected(self, tests: _Tests) -> tuple[float, ...]:
-        return _expected(
-            tuple(
-                (passed + REQUEST_STRENGTH * prior) / (tested + REQUEST_STRENGTH)
-                for tested, passed, prior in zip(
-                    tests.tested, tests.passed, self._prior, strict=True
-                )
-            )
-        )
+    def _row(self, uid: int) -> int:
+        row = self._row_of.get(uid)
+        if row is None:
+            if not self._free:
+                self._grow()
+            row = self._row_of[uid] = self._free.pop()
+            for table in (self._learned, *self._copied.values()):
+                table.open(row)
+        return row
 
+    def _grow(self) -> None:
+        self._free = list(range(2 * self._rows - 1, self._rows - 1, -1))
+        self._rows *= 2
+        for table in (self._learned, *self._copied.values()):
+            table.grow(self._rows)
 
-def _tested(lane: LaneRecord) -> tuple[int, bool]:
-    """Depths that passed, and whether the next one was tested and failed.
+    def _table(self, source: int) -> _SourceTable:
+        if source == ProposalSource.LEARNED:
+            return self._learned
+        table = self._copied.get(source)
+        if table is None:
+            table = self._copied[source] = _SourceTable(self._rows)
+            for row in self._row_of.values():
+                table.open(row)
+        return table
 
-    In a clipped round the drafts that were committed passed; the next one's fate is not told.
-    """
-    clipped = lane.emitted <= lane.accepted
-    return min(lane.accepted, lane.emitted), not clipped and lane.accepted < lane.offered
+    def _mixed(self, row: int, sources: tuple[int, ...]) -> list[float]:
+        """Expected tokens where depths come from several sources."""
+        learned = self._learned.chances[row].tolist()
+        total = survival = 1.0
+        expected = [total]
+        for depth in range(MAX_DRAFTS):
+            source = sources[depth] if depth < len(sources) else ProposalSource.LEARNED
+            chance = learned[depth]
+            if source != ProposalSource.LEARNED:
+                chance = float(self._table(source).chances[row, depth])
+            survival *= chance
+            total += survival
+            expected.append(total)
+        return expected
 
-
-def _expected(chances: tuple[float, ...]) -> tuple[float, ...]:
-    """1, then the running sum of the running product."""
-    total, survival = 1.0, 1.0
-    expected = [total]
-    for chance in chances:
-        survival *= chance
-        total += survival
-        expected.append(total)
-    return tuple(expected)
+    def _observe_mixed(
+        self, rows: Ints, tested: Bools, passed: Bools, sources: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Give every table the depths of its source; each stays conditional on those before it."""
+        kinds = np.zeros(tested.shape, dtype=np.int64)
+        for place, listed in enumerate(sources):
+            kinds[place, : len(listed)] = listed
+        for source in np.unique(kinds).tolist():
+            own = tested & (kinds == source)
+            some = own.any(1)
+            if some.any():
+                self._table(source).observe(rows[some], own[some], (passed & own)[some])
+        idle = ~tested.any(1)
+        if idle.any():
+            self._learned.fade(rows[idle])

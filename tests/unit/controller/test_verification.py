@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import random
 
 import pytest
 
@@ -13,23 +14,14 @@ from flare_ray.controller.verification import (
     CohortLane,
     CompletedRound,
     FixedPolicy,
+    survival,
 )
-from flare_ray.controller.verification.adaptive import (
-    ACCOUNT_LIMIT_ROUNDS,
-    PROBE_SHARE,
-    STATED_BOUND,
-)
-from flare_ray.controller.verification.cost import SAMPLES, CostTable
+from flare_ray.controller.verification.adaptive import STATED_BOUND
+from flare_ray.controller.verification.cost import MEMORY_ROUNDS, CostTable
+from flare_ray.controller.verification.exploration import ACCOUNT_LIMIT_ROUNDS, PROBE_SHARE
 from flare_ray.controller.verification.survival import SurvivalEstimator
 from flare_ray.errors import ContractViolation
-from tests.support.policy_simulator import (
-    World,
-    best_fixed,
-    catalog_of,
-    expected_emitted,
-    lane_record,
-    simulate,
-)
+from tests.support.policy_simulator import World, lane_record
 
 ROUNDS = 2000
 CONTENDED_MEAN = 0.93
@@ -42,18 +34,10 @@ CATALOG = speculative_shapes(1, range(1, 9), 128)
 ONE_LANE = Cohort((CohortLane(1, 7),))
 
 
-def flat(chance):
-    return lambda lane, number: (chance,) * 7
-
-
-def listed(*chances):
-    return lambda lane, number: chances
-
-
 def rising(per_row, *, cliff_at=99, factor=1.0):
     """Price by width, with a jump at one width."""
 
-    def price(shape, number):
+    def price(shape):
         jump = factor if shape.verify_width >= cliff_at else 1.0
         return MS * (1.0 + per_row * (shape.verify_width - 1)) * jump
 
@@ -140,14 +124,14 @@ def test_forgotten_requests_leave_nothing_behind():
 
 def test_price_ignores_rare_disturbances():
     table = CostTable()
-    for number in range(SAMPLES):
+    for number in range(2 * MEMORY_ROUNDS):
         table.observe(CATALOG[2], 5_000_000 if number % 7 == 3 else 1_000_000)
     assert table.estimate_ns(CATALOG[2]) == pytest.approx(1_000_000, rel=0.03)
 
 
 def test_price_of_an_idle_program_follows_the_common_drift():
     table = CostTable()
-    for _ in range(SAMPLES):
+    for _ in range(MEMORY_ROUNDS):
         table.observe(CATALOG[0], 1_000_000)
         table.observe(CATALOG[3], 1_500_000)
     for number in range(300):
@@ -176,9 +160,9 @@ def test_unmeasured_width_is_priced_between_its_neighbours():
 def test_one_disturbed_sample_cannot_price_a_narrow_width_out():
     table = CostTable()
     table.observe(CATALOG[0], 90_000_000)
-    for _ in range(SAMPLES):
+    for _ in range(MEMORY_ROUNDS):
         table.observe(CATALOG[2], 2_000_000)
-    assert table.prices_ns(CATALOG)[0] <= 2_000_000
+    assert table.prices_ns([table.price(shape) for shape in CATALOG])[0] <= 2_000_000
 
 
 # Choice.
@@ -195,7 +179,7 @@ def choose_after(policy, chance_accepted, price, rounds=300):
             offered=shape.verify_width - 1,
             accepted=min(chance_accepted, shape.verify_width - 1),
         )
-        policy.observe(CompletedRound(shape, (record,)), round(price(shape, 0)))
+        policy.observe(CompletedRound(shape, (record,)), round(price(shape)))
     return widths[-rounds // 3 :]
 
 
@@ -221,57 +205,62 @@ def test_ceilings_bound_the_useful_widths():
 
 
 def test_equal_inputs_give_equal_choices():
-    world = World(4, flat(0.6), rising(0.2))
-    first = simulate(AdaptivePolicy(), world, rounds=400, seed=3)
-    second = simulate(AdaptivePolicy(), world, rounds=400, seed=3)
+    world = World(4, [(0.6,)], rising(0.2))
+    first = world.play(AdaptivePolicy(), rounds=400, seed=3)
+    second = world.play(AdaptivePolicy(), rounds=400, seed=3)
     assert first.widths == second.widths
 
 
 def test_probes_stay_inside_their_account_in_the_long_run():
     """Drafts are useless and dear: every round that is not of width one is a probe's loss."""
-    world = World(1, flat(0.0), rising(0.8), noise=0.0, disturbance=0.0, request_rounds=10**6)
-    outcome = simulate(AdaptivePolicy(), world, rounds=20_000, seed=1)
-    settled = outcome.widths[10_000:]
+    world = World(1, [(0.0,)], rising(0.8), noise=0.0)
+    widths = world.play(AdaptivePolicy(), rounds=20_000, seed=1).widths
+    settled = widths[10_000:]
     lost_ns = sum(0.8 * MS * (width - 1) for width in settled)
     assert 0 < lost_ns < (PROBE_SHARE * len(settled) + ACCOUNT_LIMIT_ROUNDS) * MS
 
 
 def test_every_width_is_measured_where_probes_are_cheap():
-    world = World(1, flat(0.5), rising(0.02), noise=0.05)
-    outcome = simulate(AdaptivePolicy(), world, rounds=600, seed=2)
-    assert set(outcome.widths) == set(range(1, 9))
+    world = World(1, [(0.5,)], rising(0.02), noise=0.05)
+    widths = world.play(AdaptivePolicy(), rounds=600, seed=2).widths
+    assert set(widths) == set(range(1, 9))
 
 
 WORLDS = {
-    "useless-drafts": World(4, flat(0.02), rising(0.2)),
-    "useless-dear": World(1, flat(0.02), rising(0.8)),
-    "poor": World(4, flat(0.3), rising(0.25)),
-    "good-cheap": World(1, flat(0.85), rising(0.03)),
-    "copying": World(16, flat(0.98), rising(0.25)),
-    "survival-cliff-3": World(4, listed(0.97, 0.95, 0.9, 0.05, 0.05, 0.05, 0.05), rising(0.1)),
-    "survival-cliff-1": World(1, listed(0.9, 0.02, 0.02, 0.02, 0.02, 0.02, 0.02), rising(0.05)),
-    "price-cliff-5": World(4, flat(0.85), rising(0.05, cliff_at=5, factor=1.8)),
-    "price-cliff-2": World(4, flat(0.6), rising(0.03, cliff_at=2, factor=1.5)),
-    "mixed-lanes": World(4, lambda lane, n: ((0.95,) * 7, (0.2,) * 7)[lane % 2], rising(0.15)),
-    "drift": World(1, flat(0.7), lambda s, n: MS * (1 + n / 500) * (1 + 0.2 * s.verify_width)),
+    "useless-drafts": World(4, [(0.02,)], rising(0.2)),
+    "useless-dear": World(1, [(0.02,)], rising(0.8)),
+    "poor": World(4, [(0.3,)], rising(0.25)),
+    "good-cheap": World(1, [(0.85,)], rising(0.03)),
+    "copying": World(16, [(0.98,)], rising(0.25)),
+    "survival-cliff-3": World(4, [(0.97, 0.95, 0.9, 0.05)], rising(0.1)),
+    "survival-cliff-1": World(1, [(0.9, 0.02)], rising(0.05)),
+    "price-cliff-5": World(4, [(0.85,)], rising(0.05, cliff_at=5, factor=1.8)),
+    "price-cliff-2": World(4, [(0.6,)], rising(0.03, cliff_at=2, factor=1.5)),
+    "mixed-requests": World(4, [(0.95,), (0.2,)], rising(0.15), by_request=True),
+    "turning-texts": World(1, [(0.9,), (0.4,)], rising(0.2), phase_tokens=300),
 }
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_goodput_stays_within_the_stated_bound_of_the_best_fixed_width(name, random_seed):
+    """Without start-up measurements.
+
+    Incident: width 8 was best, its price rested on a disturbed round, and widths 4 and 5 ran for
+    700 rounds (seed 1521685921 of the noise).
+    """
     world = WORLDS[name]
-    best, _ = best_fixed(world, rounds=ROUNDS)
-    outcome = simulate(AdaptivePolicy(), world, rounds=ROUNDS, seed=random_seed)
-    assert outcome.goodput >= (1 - STATED_BOUND) * best
+    best = world.best_fixed(ROUNDS)
+    for seed in (random_seed, 1521685921):
+        run = world.play(AdaptivePolicy(), rounds=ROUNDS, seed=seed)
+        assert run.goodput >= (1 - STATED_BOUND) * best
 
 
 def test_busy_neighbour_costs_little_on_average(random_seed):
     ratios = []
     for world in WORLDS.values():
         disturbed = dataclasses.replace(world, contention=2.0)
-        best, _ = best_fixed(disturbed, rounds=ROUNDS)
-        outcome = simulate(AdaptivePolicy(), disturbed, rounds=ROUNDS, seed=random_seed)
-        ratios.append(outcome.goodput / best)
+        run = disturbed.play(AdaptivePolicy(), rounds=ROUNDS, seed=random_seed)
+        ratios.append(run.goodput / world.best_fixed(ROUNDS))
     assert sum(ratios) / len(ratios) > CONTENDED_MEAN
 
 
@@ -287,20 +276,34 @@ def test_price_of_a_rare_program_is_corrected_for_the_pace_around_it():
     assert ratio == pytest.approx(2.0, rel=0.15)
 
 
-def test_shifting_survival_beats_every_fixed_width(random_seed):
-    world = World(4, lambda lane, n: ((0.95,) * 7, (0.1,) * 7)[n // 250 % 2], rising(0.15))
-    best, _ = best_fixed(world, rounds=ROUNDS)
-    assert simulate(AdaptivePolicy(), world, rounds=ROUNDS, seed=random_seed).goodput > best
+def test_texts_that_turn_are_served_better_than_by_any_fixed_width(random_seed):
+    world = World(1, [(0.95,), (0.1,)], rising(0.15), phase_tokens=400)
+    run = world.play(AdaptivePolicy(), rounds=ROUNDS, seed=random_seed)
+    assert run.goodput > world.best_fixed(ROUNDS)
 
 
 def test_bound_catches_a_policy_that_never_adapts(random_seed):
     """Negative control: the wrong fixed width breaks the bound in the same simulation."""
     world = WORLDS["useless-dear"]
-    best, _ = best_fixed(world, rounds=ROUNDS)
-    outcome = simulate(FixedPolicy(8), world, rounds=ROUNDS, seed=random_seed)
-    assert outcome.goodput < (1 - STATED_BOUND) * best
+    run = world.play(FixedPolicy(8), rounds=ROUNDS, seed=random_seed)
+    assert run.goodput < (1 - STATED_BOUND) * world.best_fixed(ROUNDS)
 
 
-def test_simulator_values_rounds_by_their_expectation():
-    assert expected_emitted((0.5, 0.5), 2) == pytest.approx(1.75)
-    assert [shape.verify_width for shape in catalog_of(WORLDS["poor"])] == list(range(1, 9))
+def test_learning_with_and_without_arrays_agrees(monkeypatch, random_seed):
+    """Few lanes are learnt from one by one; both ways must give the same estimates."""
+    rng = random.Random(random_seed)
+    one_by_one, arrays = SurvivalEstimator(), SurvivalEstimator()
+    for number in range(300):
+        records = []
+        for uid in rng.sample(range(6), 3):
+            offered = rng.choice([0, 3, 7])
+            passes = [rng.random() < (0.3, 0.9)[(number // 50 + uid) % 2] for _ in range(offered)]
+            accepted = (*passes, False).index(False)
+            records.append(lane_record(uid, offered=offered, accepted=accepted))
+        one_by_one.observe(records)
+        monkeypatch.setattr(survival, "FEW_LANES", 0)
+        arrays.observe(records)
+        monkeypatch.undo()
+        for uid in range(6):
+            expected = pytest.approx(arrays.expected_emitted(uid), rel=1e-9)
+            assert one_by_one.expected_emitted(uid) == expected
