@@ -26,7 +26,7 @@ from flare_ray.controller.verification.adaptive import Objective
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CAPACITIES = (128, 1024)
-REPEATED_LANES = 4
+REPEATED_LANES = 8
 WINDOW_ROUNDS = 20
 ADAPTED = 0.95
 """A policy has adapted once its choices over a window reach this share of the best ratio."""

@@ -49,6 +49,8 @@ SETTINGS: dict[str, str] = {
     "widths": "speculation.widths",
     "token_capacity": "speculation.token_capacity",
     "fixed_width": "speculation.fixed_width",
+    "objective": "speculation.objective",
+    "decision_log": "speculation.decision_log",
     "history_drafts": "speculation.history_drafts",
     "max_waiting": "admission.max_waiting",
     "retry_after": "admission.retry_after_s",
@@ -181,6 +183,8 @@ class EngineOptions:
     mtp_only: Annotated[bool, _switch("--mtp-only", "Prepare the speculative programs only.")] = (
         False
     )
+    objective: Annotated[str | None, _setting("objective")] = None
+    decision_log: Annotated[str | None, _setting("decision_log")] = None
     history_drafts: Annotated[
         bool | None,
         _setting("history_drafts", flags="--history-drafts/--no-history-drafts"),

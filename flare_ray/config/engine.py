@@ -43,6 +43,12 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
         description="Width under policy=fixed; must be prepared; None = the largest. Applies where "
         "token_capacity admitted it, width one elsewhere.",
     )
+    objective: Literal["throughput", "latency"] = Field(
+        "throughput",
+        description="What an adaptive width is chosen for. throughput: the mean relative speed of "
+        "the round's requests, which is the token rate where freed slots are filled again; "
+        "latency: their mean time per token.",
+    )
     decision_log: str | None = Field(
         None,
         description="File to which every decision about widths and what it rested on is written, "

@@ -470,7 +470,7 @@ def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) ->
 def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
     settings = config.speculation
     width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
-    opened = Opened(fixed_width=width)
+    opened = Opened(fixed_width=width, objective=settings.objective)
     policy = policy_of(opened)
     if settings.decision_log is None:
         return policy

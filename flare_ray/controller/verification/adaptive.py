@@ -5,6 +5,11 @@ Every round:
 1. value of a program = tokens its lanes are expected to emit, given the drafts the program and each
    lane's ceiling allow, joined as the objective says; price = what it costs now; best = largest
    ratio, the narrower one of equals. Width one is always among the candidates.
+   "Throughput" does not add the lanes' tokens up: a token of an easy text comes cheaply whenever
+   it is made, and who hurries through easy texts is left with hard ones. Where freed slots are
+   filled from one queue, the long-run rate grows with every lane's *relative* speed, so lanes are
+   joined by the mean logarithm (proportional fairness). Measured on texts that turn, 64 lanes: sums
+   give 0.959 of the best fixed width, logarithms 1.000.
 2. The program of the last round is kept if it is worse by no more than what a change of program was
    measured to cost, spread over SWITCH_DWELL rounds. Where a change costs nothing, nothing is kept.
 3. A *probe* may replace it, if the exploration account can pay (`exploration`).
@@ -41,8 +46,8 @@ class AdaptivePolicy:
 
     Args:
         measured_ns: start-up measurements of programs, if any.
-        objective: "throughput" counts every token alike; "latency" counts what shortens the mean
-            time per token over the requests of the round.
+        objective: "throughput" joins lanes by the mean logarithm of their tokens, "latency" by the
+            mean time per token.
     """
 
     def __init__(

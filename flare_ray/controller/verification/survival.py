@@ -36,7 +36,7 @@ MAX_DRAFTS = MAX_WIDTH - 1
 FIRST_DEPTH_PRIOR = 0.6
 """Guess for depth 1 before anything was measured; decides little beyond the first rounds."""
 WORKLOAD_STRENGTH = 8.0
-REQUEST_STRENGTH = 12.0
+REQUEST_STRENGTH = 8.0
 """Tests that weigh as much as the prior an estimate is shrunk to."""
 SPREAD_PRIOR = 0.4
 SPREAD_PRIOR_WEIGHT = 4.0
