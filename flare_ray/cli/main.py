@@ -222,6 +222,34 @@ class Fetch:
 ENGINE_COMMANDS = ("plan", "serve", "debug-serve")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExplainPolicy:
+    """Why a width was chosen: values, prices, account and outcome of one choice of a log that
+    `--decision-log` wrote."""
+
+    log: Annotated[Path, typer.Argument(help="Decision log.", metavar="LOG")]
+    choice: Annotated[
+        int | None, typer.Option(min=1, help="Number of the choice; otherwise the last.")
+    ] = None
+    replay: Annotated[
+        bool,
+        typer.Option(
+            "--replay", help="Make every choice again and compare; status 1 if any differs."
+        ),
+    ] = False
+
+    def run(self) -> int:
+        """Print the explanation, or the verdict of the replay."""
+        from flare_ray.cli.policy import check, explain
+
+        if not self.replay:
+            typer.echo(explain(self.log, self.choice))
+            return 0
+        verdict, equal = check(self.log)
+        typer.echo(verdict)
+        return 0 if equal else EXIT_PROBLEMS
+
+
 def execute(command: Command, version: bool = False) -> None:
     """Run what the command line library filled in; ends with the command's exit status."""
     raise typer.Exit(command.run())
@@ -267,6 +295,10 @@ for _name, _command in {
     "fetch": Fetch,
 }.items():
     app.command(_name)(_command)
+
+_policy = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+_policy.command("explain")(ExplainPolicy)
+app.add_typer(_policy, name="policy", help="Look into decisions about widths.")
 
 
 def main() -> None:

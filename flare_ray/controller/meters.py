@@ -120,6 +120,10 @@ class Meters:
         self._cpu = recorder.counter(names.CONTROLLER_CPU)
         self._expected_emitted = recorder.counter(names.POLICY_PREDICTED_EMITTED)
         self._expected_seconds = recorder.counter(names.POLICY_PREDICTED_SECONDS)
+        self._measured_emitted = recorder.counter(names.POLICY_MEASURED_EMITTED)
+        self._measured_seconds = recorder.counter(names.POLICY_MEASURED_SECONDS)
+        self._probe_loss = recorder.counter(names.POLICY_PROBE_LOSS)
+        self._regret = recorder.counter(names.POLICY_REGRET)
         self._account = recorder.gauge(names.POLICY_PROBE_ACCOUNT)
         self._cpu_seen: float | None = None
         self._prefix = PrefixMeters(recorder, admission, cache)
@@ -145,6 +149,8 @@ class Meters:
         chosen.add()
         self._expected_emitted.add(decision.expected_emitted)
         self._expected_seconds.add(decision.expected_ns / _NS)
+        self._probe_loss.add(decision.probe_ns / _NS)
+        self._regret.add(decision.regret_ns / _NS)
         self._account.set(decision.account_ns / _NS)
 
     def harvested(self, planned: SubmittedRound, result: RoundResult, cost_ns: int) -> None:
@@ -157,6 +163,9 @@ class Meters:
             self._count_chunks(planned)
         else:
             self._count_lanes(meters, result)
+        if planned.decision is not None and planned.decision.expected_ns:
+            self._measured_emitted.add(sum(lane.emitted for lane in result.lanes))
+            self._measured_seconds.add(cost_ns / _NS)
 
     def sample(self) -> None:
         """Gauges, and the CPU time of this thread since the last call."""

@@ -242,7 +242,7 @@ CONTROLLER_PLAN_SECONDS = Series(
 POLICY_CHOSEN = Series(
     "flare_policy_chosen_width",
     Kind.COUNTER,
-    "Rounds by the width the policy chose and why (best, probe, fixed, only).",
+    "Rounds by the width the policy chose and why (best, kept, probe, fixed, only).",
     labels=("verify_width", "reason"),
 )
 POLICY_PREDICTED_EMITTED = Series(
@@ -254,6 +254,26 @@ POLICY_PREDICTED_SECONDS = Series(
     "flare_policy_predicted_seconds",
     Kind.COUNTER,
     "Sum of the time the policy expected its rounds to take.",
+)
+POLICY_MEASURED_EMITTED = Series(
+    "flare_policy_measured_emitted_tokens",
+    Kind.COUNTER,
+    "Sum of the tokens that rounds with a prediction emitted.",
+)
+POLICY_MEASURED_SECONDS = Series(
+    "flare_policy_measured_seconds",
+    Kind.COUNTER,
+    "Sum of the time that rounds with a prediction took.",
+)
+POLICY_PROBE_LOSS = Series(
+    "flare_policy_probe_loss_seconds",
+    Kind.COUNTER,
+    "Sum of the time that probes were predicted to lose.",
+)
+POLICY_REGRET = Series(
+    "flare_policy_regret_seconds",
+    Kind.COUNTER,
+    "Sum of the expected shortfall of choices against the best candidate by the estimates then.",
 )
 POLICY_PROBE_ACCOUNT = Series(
     "flare_policy_probe_account_seconds",

@@ -21,7 +21,7 @@ Bound: STATED_BOUND, over the worlds of tests/unit/controller/test_verification.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,19 @@ STATED_BOUND = 0.04
 SWITCH_DECAY = 0.98
 SWITCH_DWELL = 8
 """Rounds a change of program is expected to last."""
+
+
+class _Last(NamedTuple):
+    """The last choice: its reason, place among the candidates, predicted loss as a probe, and what
+    it was made from."""
+
+    reason: Reason
+    place: int
+    lost: float
+    candidates: Sequence[Price]
+    values: list[float]
+    prices: list[float]
+    expected: Floats
 
 
 class AdaptivePolicy:
@@ -64,9 +77,7 @@ class AdaptivePolicy:
         self._switching = _SwitchCost()
         self._narrowest: Price | None = None
         self._previous: Price | None = None
-        self._last: tuple[Reason, int, float, Sequence[Price], list[float], list[float]] | None = (
-            None
-        )
+        self._last: _Last | None = None
         self._known_programs: dict[int, tuple[Sequence[GraphShape], list[Price]]] = {}
 
     def choose(self, cohort: Cohort, catalog: Sequence[GraphShape]) -> GraphShape:
@@ -74,7 +85,8 @@ class AdaptivePolicy:
         programs = self._programs(catalog)
         useful = _useful(cohort, catalog)
         candidates = programs if useful == len(programs) else programs[:useful]
-        values = self._values(self.survival.expected_of(cohort.lanes), candidates)
+        expected = self.survival.expected_of(cohort.lanes)
+        values = self._values(expected, candidates)
         prices = self.cost.prices_ns(candidates)
         best = 0
         value, price = values[0], prices[0]
@@ -94,19 +106,19 @@ class AdaptivePolicy:
                 best, reason = chosen, "probe"
                 self.account.debit(lost)
         self._narrowest = candidates[0]
-        self._last = (reason, best, lost, candidates, values, prices)
+        self._last = _Last(reason, best, lost, candidates, values, prices, expected)
         return candidates[best].shape
 
     def decision(self) -> Decision:
         """The last choice; raises ContractViolation before the first."""
         if self._last is None:
             raise ContractViolation("a policy was asked to explain a choice it never made")
-        reason, place, lost, candidates, values, prices = self._last
+        reason, place, lost, candidates, values, prices, expected = self._last
         top = max(range(len(values)), key=lambda other: values[other] / prices[other])
         return Decision(
             shape=candidates[place].shape,
             reason=reason,
-            expected_emitted=values[place],
+            expected_emitted=float(expected[:, candidates[place].shape.verify_width - 1].sum()),
             expected_ns=prices[place],
             account_ns=self.account.balance_ns,
             probe_ns=lost,
