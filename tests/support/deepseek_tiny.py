@@ -274,3 +274,30 @@ def write_quantised(folder: Path, name: str) -> Path:
     tensors = quantised_tensors(config, SEEDS[name])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def write_served(folder: Path) -> Path:
+    """A checkpoint that a whole server can take: the sparse variant over a byte-level tokeniser."""
+    from flare_ray.recipes.deepseek_v41.engram import token_map
+    from tests.support.chat_checkpoint import write_chat_checkpoint
+
+    write_chat_checkpoint(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = config_of("sparse")
+    text = config["text_config"]
+    text |= {"vocab_size": SERVED_VOCABULARY, "dspark_noise_token_id": SERVED_VOCABULARY - 1}
+    ids = text["engram_compressed_vocab_size"] = token_map(folder, SERVED_VOCABULARY)[1]
+    tables = bucket_layout(
+        text["engram_layer_ids"],
+        base=text["engram_vocab_size"],
+        max_ngram=text["engram_max_ngram_size"],
+        heads=text["engram_n_heads"],
+        compressed_ids=ids,
+    )
+    text["engram_num_embeddings"] = [table.rows for table in tables]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    save_file(tensors_of(config, 5), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+SERVED_VOCABULARY = 272

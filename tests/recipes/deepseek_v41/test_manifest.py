@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
+from flare_ray.device.state.layout import StateLimits, allocations
+from flare_ray.device.weights.budget import format_bytes, rank_shape
+from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.recipes.deepseek_v41.geometry import Mode, read_geometry
+from flare_ray.recipes.deepseek_v41.state import state_spec
 from flare_ray.recipes.deepseek_v41.weights import manifest
 from tests.recipes.deepseek_v41.published import LAYERS, published_config
 
@@ -14,6 +20,10 @@ TABLE_PARAMETERS = (384_006_168 + 384_016_682) * 256
 # The card says 552 B, 196 B and 14.2 B; the exact numbers follow from the shapes of the audit.
 TARGET_PARAMETERS = 748_494_684_784
 DRAFTER_PARAMETERS = 14_225_362_530
+PAYLOAD_BYTES = 510_286_023_000
+"""Of all 48 shards, vision tower included (header audit)."""
+TEXT_BYTES = 509_315_486_040
+GIB = 1 << 30
 DRAFTER_TENSORS_BUT_EXPERTS = 97
 """Stored ones, scales included (header audit of all 48 shards)."""
 
@@ -95,3 +105,72 @@ def test_quantisable_are_the_matrices_of_the_published_release():
         *(f"ffn.shared_experts.{part}.weight" for part in ("w1", "w2", "w3")),
         *("engram.embed.weight", "engram.wkv.weight", "main_proj.weight"),
     }
+
+
+def stored_format(spec) -> tuple[WeightFormat, tuple[int, int]]:
+    """How the release stores a tensor."""
+    if not spec.quantisable:
+        return WeightFormat.PLAIN, (1, 1)
+    if ".experts." in spec.name:
+        return WeightFormat.MXFP4, (1, 32)
+    return WeightFormat.FP8_BLOCK, (1, 32) if "engram.embed" in spec.name else (32, 32)
+
+
+def stored_bytes(world_size: int) -> tuple[int, int]:
+    """Bytes of one rank in the release's formats: everything but the tables, and the tables."""
+    rest = tables = 0
+    for spec in SPECS:
+        format, block = stored_format(spec)
+        wide = any(part in spec.name for part in ("hc_", "bias", "attn_sink"))
+        size = format_bytes(
+            rank_shape(spec, world_size),
+            format,
+            element_bytes=4 if wide else 2,
+            block=block,
+            scale_bytes=1,
+        )
+        if "engram.embed" in spec.name:
+            tables += size
+        else:
+            rest += size
+    return rest, tables
+
+
+def test_stored_bytes_are_the_published_payload():
+    """475.2 GiB with the vision tower, whose tensors take the remaining 0.9 GiB."""
+    rest, tables = stored_bytes(1)
+    assert rest + tables == TEXT_BYTES
+    assert 0 < PAYLOAD_BYTES - TEXT_BYTES < 1.0e9
+
+
+@pytest.mark.parametrize(("world_size", "rest", "tables"), [(2, 144, 94.4), (4, 75, 47.2)])
+def test_ranks_share_experts_heads_and_tables(world_size, rest, tables):
+    ours = [size / GIB for size in stored_bytes(world_size)]
+    assert ours[0] == pytest.approx(rest, abs=3) and ours[1] == pytest.approx(tables, abs=0.1)
+
+
+def test_state_bytes_are_the_published_ones():
+    """3,200 bytes a token in bfloat16 (890 packed), 40 windows, 3 drafter windows, three pending
+    rows; rings are eight rows longer than windows."""
+    limits = StateLimits(
+        slots=1,
+        num_pages=2,
+        context_tokens=64,
+        dtype="bfloat16",
+        device="cpu",
+        vocab_size=GEOMETRY.vocab_size,
+        speculation=True,
+    )
+    sizes = {a.name: a.num_bytes // 2 for a in allocations(state_spec(GEOMETRY, 1), limits)}
+
+    def total(beginning: str, end: str) -> int:
+        return sum(
+            n for name, n in sizes.items() if name.startswith(beginning) and name.endswith(end)
+        )
+
+    assert total("layers.", "entries") + total("layers.", "index_keys") == 64 * 3_200
+    assert total("layers.", "window") == 40 * 135 * 512 * 2
+    assert total("mtp.", "window") == 3 * 136 * 512 * 2
+    assert total("layers.", "raw") == 3 * 9 * 2 * 512 * 4
+    assert sizes["engram.ids"] == 11 * 8
+    assert sizes["tail"] == 0
