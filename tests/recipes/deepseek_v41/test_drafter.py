@@ -28,10 +28,12 @@ def test_block_after_a_prompt_equals_the_equations(tiny, length, depth):
     assert_equal(tiny.driver.propose([lane], [pending], depth), wanted)
 
 
+@pytest.mark.parametrize("name", ["sparse", pytest.param("pooled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [5, 7])
 @pytest.mark.parametrize("accepted", range(8))
-def test_block_after_any_accepted_count_equals_the_equations(tiny, depth, accepted):
+def test_block_after_any_accepted_count_equals_the_equations(load_tiny, name, depth, accepted):
     """Rounds of wrong drafts leave no trace in windows, entries, pending rows and ids."""
+    tiny = load_tiny(name)
     (lane,) = tiny.fresh()
     tiny.driver.prefill([lane], [tiny.tokens[:13]])
     while lane.consumed < 28:

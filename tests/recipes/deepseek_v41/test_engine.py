@@ -59,8 +59,18 @@ def plain(folder):
     return generated(folder, speculation={"families": "ordinary"})
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("speculation", [{}, {"policy": "fixed", "fixed_width": 8}])
+FIXED = {"policy": "fixed", "fixed_width": 8}
+
+
+@pytest.mark.parametrize(
+    ("depth", "speculation"),
+    [
+        (1, {}),
+        (2, FIXED),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        pytest.param(1, FIXED, marks=pytest.mark.slow),
+    ],
+)
 def test_drafting_in_blocks_changes_no_greedy_text(folder, plain, depth, speculation):
     assert generated(folder, queue_depth=depth, speculation=speculation) == plain
     assert plain[1] == plain[3] and len(plain[0]) == TOKENS

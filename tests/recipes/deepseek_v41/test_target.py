@@ -46,8 +46,10 @@ def test_prefill_equals_the_equations_at_every_position(tiny, chunks):
     assert largest_error(consumed_in(tiny, chunks), tiny.oracle.logits) <= LOGITS_ATOL
 
 
+@pytest.mark.parametrize("name", ["sparse", pytest.param("pooled", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [1, 3, 8])
-def test_rounds_of_any_width_equal_the_equations_at_every_position(tiny, width):
+def test_rounds_of_any_width_equal_the_equations_at_every_position(load_tiny, name, width):
+    tiny = load_tiny(name)
     assert largest_error(rounds_of(tiny, width), tiny.oracle.logits) <= LOGITS_ATOL
 
 
