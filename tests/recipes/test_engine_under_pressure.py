@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from flare_ray.errors import ContractViolation
+from tests.support import qwen_tiny
 from tests.support.engine_machine import Engine, EngineMachine
 from tests.support.glm_tiny import write_checkpoint
 from tests.support.scripted.recipe import DOTTED
@@ -33,10 +34,11 @@ RECIPES: dict[str, Callable[[Path], Engine]] = {
     "scripted": lambda folder: Engine(Path(scripted_checkpoint(folder)), recipe=DOTTED),
     "glm-5.3-flash": lambda folder: Engine(write_checkpoint(folder, "wide")),
     "glm-5.3-flash-pooled": lambda folder: Engine(write_checkpoint(folder, "pooled")),
+    "qwen3.8-flash": lambda folder: Engine(qwen_tiny.write_checkpoint(folder, "qwen-fused")),
 }
 
 
-SECOND_SHAPES = ("glm-5.3-flash-pooled",)
+SECOND_SHAPES = ("glm-5.3-flash-pooled", "qwen3.8-flash")
 """Run in the slow suite only."""
 
 

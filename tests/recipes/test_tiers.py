@@ -78,7 +78,7 @@ class Moves:
             for group in store.spec_groups:
                 if group.kind == "page":
                     store.groups[group.name][list(pages)] = float("nan")
-                else:
+                elif group.name in store.snapshots.rows:
                     target = store.snapshots.rows[group.name][row]
                     target.fill_(float("nan") if target.is_floating_point() else 2**40)
             store.snapshots.tail[row] = float("nan")

@@ -28,12 +28,9 @@ def poison(store: StateStore, freed: FreedMemory) -> None:
     for group in store.spec_groups:
         tensor = store.groups[group.name]
         _fill(tensor, freed.pages if group.kind == "page" else freed.slots)
-        if group.kind == "page":
-            continue
-        if publication is not None:
-            _fill(publication.rows[group.name], freed.slots)
-        if snapshots is not None:
-            _fill(snapshots.rows[group.name], freed.rows)
+    for kept, which in ((publication, freed.slots), (snapshots, freed.rows)):
+        for tensor in () if kept is None else kept.rows.values():
+            _fill(tensor, which)
     logits = request.logits
     for row in (logits.counts, logits.recent, logits.addends):
         _fill(row, freed.slots)
