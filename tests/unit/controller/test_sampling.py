@@ -186,3 +186,40 @@ def test_min_tokens_bans_every_ender_in_the_rows_that_draw_the_first_tokens():
     assert logit_rules(request, (7, 2)) == (LogitRule(4, 2.0, ALWAYS), *bans)
     eos_free = msgspec.structs.replace(request, ignore_eos=True, stop_token_ids=())
     assert logit_rules(eos_free, (7, 2)) == (LogitRule(4, 2.0, ALWAYS),)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "reproducible"),
+    [
+        ("on_request", {"seed": 1}, False),
+        ("on_request", {"reproducible": True}, True),
+        ("seeded", {}, False),
+        ("seeded", {"seed": 0}, True),
+        ("seeded", {"seed": 1, "reproducible": False}, False),
+        ("seeded", {"reproducible": True}, True),
+        ("always", {}, True),
+        ("always", {"reproducible": False}, False),
+    ],
+)
+def test_reproducible_mode_is_the_requests_choice_then_the_deployments(mode, fields, reproducible):
+    """contract: S4: by default a given seed asks for it."""
+    defaults = msgspec.structs.replace(DEFAULTS, reproducible=mode)
+    assert resolved(defaults=defaults, **fields).sampling.reproducible is reproducible
+
+
+@pytest.mark.parametrize(
+    "sequences",
+    [((1,),) * 17, ((),), ((1,) * 65,), ((VOCAB,),), ((-1,),)],
+)
+def test_wrong_stop_sequences_are_refused_by_name(sequences):
+    with pytest.raises(InvalidRequest) as refusal:
+        resolved(stop_token_sequences=sequences)
+    assert refusal.value.param == "stop_token_sequences"
+
+
+@pytest.mark.parametrize("param", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [-1, 21])
+def test_wrong_number_of_alternatives_is_refused_by_name(param, value):
+    with pytest.raises(InvalidRequest) as refusal:
+        resolved(**{param: value})
+    assert refusal.value.param == param
