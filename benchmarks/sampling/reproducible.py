@@ -94,10 +94,11 @@ def measure(
         max_tokens=max_tokens,
         temperature=None,
     )
-    return Measured(_pair(job), _pair(replace(job, temperature=1.0, top_p=1.0)))
+    return Measured(measure_pair(job), measure_pair(replace(job, temperature=1.0, top_p=1.0)))
 
 
-def _pair(job: AcceptanceJob) -> Pair:
+def measure_pair(job: AcceptanceJob) -> Pair:
+    """One setting in both modes."""
     times = [time.process_time()]
     found = []
     for mode in (False, True):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(300)
 
 PROMPT = "12 owls on a long road. 12 owls on a long road. "
 TOLERANCE = 2e-4
-"""Between a prompt's chunks, rounds of any width and ranks that sum in another order, in float32."""
+"""Between chunks of a prompt, rounds of any width and ranks, which sum in another order."""
 LENGTH = 90
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True, logprobs=3)
 SEEDED = [
