@@ -1,0 +1,228 @@
+"""Parsers of reasoning and tool calls under random text, in every style and of every recipe.
+
+Rules that hold whatever the model writes: the pieces in which text arrives change nothing; a call
+has a name and arguments that are one JSON object; text that is no call reaches the client letter by
+letter; what follows a malformed call is parsed as if it stood alone.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flare_ray.contracts.messages import Delta
+from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.parsers import ChatParser, ContentText, ReasoningText, ToolCall
+from flare_ray.frontend.parsers.events import append_event
+from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME
+from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.turn import Turn
+from flare_ray.recipes import registry
+from flare_ray.recipes.declaration import ChatFormat
+from tests.support.chat_checkpoint import CHAT
+from tests.support.fake_engine_client import byte_tokens
+
+FEW, MANY = 60, 5000
+REASONING = {"reasoning_open": "<think>", "reasoning_close": "</think>"}
+TOOL_TAGS = {"tool_open": "<tool_call>", "tool_close": "</tool_call>"}
+CHATS = {
+    "arg_pairs": CHAT,
+    "json": ChatFormat(**REASONING, **TOOL_TAGS, tool_style="json"),
+    "xml_parameters": ChatFormat(**REASONING, **TOOL_TAGS, tool_style="xml_parameters"),
+    **{recipe.name: recipe.chat for recipe in registry.recipes()},
+}
+STYLES = {name: chat for name, chat in CHATS.items() if chat.tool_open}
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "where": {"type": "object"},
+        },
+    },
+    "now": {},
+}
+TAGS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    *("<function=", "</function>", "<parameter=", "</parameter>", ">"),
+)
+WORDS = (
+    "weather",
+    "now",
+    "city",
+    "days",
+    "3",
+    '{"name": "now"',
+    "}",
+    '"',
+    "\\",
+    "é€🙂",
+    " ",
+    "\n",
+    "<",
+)
+texts = st.lists(st.sampled_from(TAGS + WORDS), max_size=30).map("".join)
+plain = st.text(alphabet="ab €🙂\n\t.", max_size=12)
+cuts_of = st.lists(st.integers(min_value=1, max_value=300), max_size=40)
+values = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": st.text(alphabet='abc é€🙂"\\{}<>/', max_size=10),
+        "days": st.integers(min_value=-(2**70), max_value=2**70),
+        "where": st.dictionaries(st.sampled_from("xy"), st.integers() | st.none(), max_size=2),
+    },
+)
+calls_of = st.lists(st.tuples(plain, values), max_size=4)
+
+
+def parse(chat, text, *, inside=True, cuts=(), tools=TOOLS):
+    parser = ChatParser(chat, tools=tools, inside_reasoning=inside)
+    places = [0, *sorted(c for c in set(cuts) if 0 < c < len(text)), len(text)]
+    events = []
+    for start, end in itertools.pairwise(places):
+        for event in parser.feed(text[start:end]):
+            append_event(events, event)
+    for event in parser.finish():
+        append_event(events, event)
+    assert parser.num_calls == sum(isinstance(e, ToolCall) for e in events)
+    return events
+
+
+def render(chat, arguments, name="weather"):
+    """A call as a model of that style writes it."""
+    raw = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    if chat.tool_style == "json":
+        body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    elif chat.tool_style == "arg_pairs":
+        body = name + "".join(
+            f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in raw.items()
+        )
+    else:
+        parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in raw.items())
+        body = f"\n<function={name}>\n{parameters}</function>\n"
+    return chat.tool_open + body + chat.tool_close
+
+
+def joined(events, kind):
+    return "".join(event.text for event in events if isinstance(event, kind))
+
+
+def check_pieces(name, data):
+    chat = CHATS[name]
+    text, inside = data.draw(texts), data.draw(st.booleans()) and bool(chat.reasoning_close)
+    whole = parse(chat, text, inside=inside)
+    assert parse(chat, text, inside=inside, cuts=data.draw(cuts_of)) == whole
+    assert parse(chat, text, inside=inside, cuts=range(len(text))) == whole
+    found = [event for event in whole if isinstance(event, ToolCall)]
+    assert [call.index for call in found] == list(range(len(found)))
+    for call in found:
+        assert isinstance(json.loads(call.arguments), dict)
+        assert FUNCTION_NAME.fullmatch(call.name)
+    if inside and not found:
+        delivered = joined(whole, ReasoningText) + joined(whole, ContentText)
+        assert delivered == text.replace(chat.reasoning_close, "", 1)
+
+
+def check_calls(name, data):
+    """What a model may write comes out as it was meant, between text that stays text."""
+    chat, written = STYLES[name], data.draw(calls_of)
+    thought, answer = data.draw(plain), data.draw(plain)
+    text = thought + chat.reasoning_close + answer
+    text += "".join(render(chat, arguments) + after for after, arguments in written)
+    events = parse(chat, text, cuts=data.draw(cuts_of))
+    calls = [e for e in events if isinstance(e, ToolCall)]
+    assert [json.loads(call.arguments) for call in calls] == [arguments for _, arguments in written]
+    assert joined(events, ReasoningText) == thought
+    assert joined(events, ContentText) == answer + "".join(after for after, _ in written)
+
+
+def check_damage(name, data):
+    """Letters of a good answer lost, doubled or replaced."""
+    chat = STYLES[name]
+    text = list(
+        "".join(render(chat, arguments) + after for after, arguments in data.draw(calls_of))
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        if text:
+            place = data.draw(st.integers(0, len(text) - 1))
+            text[place] = data.draw(st.sampled_from(["", text[place] * 2, "<", ">", "x", "é"]))
+    damaged = "".join(text)
+    whole = parse(chat, damaged, inside=False)
+    assert parse(chat, damaged, inside=False, cuts=data.draw(cuts_of)) == whole
+    if not any(isinstance(event, ToolCall) for event in whole):
+        assert joined(whole, ContentText) == damaged
+
+
+CHECKS = [(check_pieces, name) for name in CHATS]
+CHECKS += [(check, name) for check in (check_calls, check_damage) for name in STYLES]
+NAMES = [f"{check.__name__.removeprefix('check_')}-{name}" for check, name in CHECKS]
+
+
+@pytest.mark.parametrize(("check", "name"), CHECKS, ids=NAMES)
+@settings(max_examples=FEW)
+@given(data=st.data())
+def test_rule_holds(check, name, data):
+    check(name, data)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("check", "name"), CHECKS, ids=NAMES)
+@settings(max_examples=MANY)
+@given(data=st.data())
+def test_rule_holds_long(check, name, data):
+    check(name, data)
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize(
+    "broken", ["<tool_call>", "<tool_call>not a call ", "<tool_call><think>", "<tool_call>{]"]
+)
+def test_call_after_a_malformed_one_is_found_and_the_malformed_one_is_content(name, broken):
+    chat = STYLES[name]
+    if name == "json" and broken.endswith("{]"):
+        # JSON that goes wrong is noticed at the closing tag: the call ends there.
+        broken += chat.tool_close
+    events = parse(chat, broken + render(chat, {"city": "Rome"}), inside=False)
+    content, call = events
+    assert content == ContentText(broken)
+    assert json.loads(call.arguments) == {"city": "Rome"}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_call_that_never_ends_is_content(name):
+    chat = STYLES[name]
+    text = render(chat, {"city": "Rome", "days": 3})
+    for end in range(1, len(text)):
+        assert parse(chat, text[:end], inside=False) == [ContentText(text[:end])]
+
+
+@settings(max_examples=FEW)
+@given(text=texts, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40))
+def test_tokens_that_split_letters_change_neither_text_nor_counts(codec, text, sizes):
+    """H-01 and its kin: one byte a token, deltas of any size."""
+    settings_ = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
+    prepared = Prepared("r", (), (1,), False, False, tools=TOOLS, inside_reasoning=True)
+    tokens, results = byte_tokens(text), []
+    for pattern in (sizes, [1], [max(len(tokens), 1)]):
+        turn, events, start, steps = Turn(settings_, prepared), [], 0, itertools.cycle(pattern)
+        while start < len(tokens):
+            step = next(steps)
+            for event in turn.add(Delta("r", tokens[start : start + step])):
+                append_event(events, event)
+            start += step
+        for event in turn.end():
+            append_event(events, event)
+        results.append((events, turn.reasoning_tokens))
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == parse(CHAT, text)
+
+
+def test_every_recipe_is_fuzzed():
+    assert {recipe.name for recipe in registry.recipes()} <= set(CHATS)
+    assert all(dataclasses.is_dataclass(chat) for chat in CHATS.values())
