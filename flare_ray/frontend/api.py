@@ -6,6 +6,7 @@
     POST /tokenize              POST /detokenize
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
     GET /metrics  Prometheus text of all engines            /admin/...   see `admin.py`
+    GET /openapi.json
 
 Other routes of these APIs are refused by name (`openai/refused.py`). Health and metrics need no API
 key: probes and scrapers have none.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -37,6 +39,7 @@ from flare_ray.frontend.openai.prepare import (
 from flare_ray.frontend.openai.refused import REFUSED, refusal
 from flare_ray.frontend.openai.responses import ModelEntry, ModelList, encode
 from flare_ray.frontend.openai.tokens import detokenize, tokenize
+from flare_ray.frontend.openapi import document
 from flare_ray.frontend.responses.prepare import prepare_response
 from flare_ray.frontend.settings import ApiSettings
 
@@ -66,6 +69,7 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
         ("/health", routes.health),
         ("/health/live", routes.live),
         ("/metrics", routes.metrics),
+        ("/openapi.json", routes.openapi),
     ):
         app.add_route(path, guarded(handler), methods=["GET"])
     admin = AdminRoutes(client)
@@ -83,6 +87,7 @@ class _Routes:
         self._client = client
         self._settings = settings
         self._generator = Generator(client, settings)
+        self._document: bytes | None = None
 
     async def chat(self, request: Request) -> Response:
         return await self._generator.answer(request, _chat)
@@ -126,6 +131,11 @@ class _Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._client.metrics(), headers={"content-type": METRICS_TYPE})
+
+    async def openapi(self, request: Request) -> Response:
+        if self._document is None:
+            self._document = msgspec.json.encode(document())
+        return _json(self._document)
 
     def _entry(self, info: EngineInfo) -> ModelEntry:
         return ModelEntry(

@@ -23,6 +23,7 @@ class Turn:
             settings.chat, tools=prepared.tools, inside_reasoning=prepared.inside_reasoning
         )
         self.reasoning_tokens = 0
+        self._undecided_tokens = 0
 
     @property
     def num_calls(self) -> int:
@@ -31,19 +32,26 @@ class Turn:
 
     def add(self, delta: Delta) -> list[ChatEvent]:
         """What newly visible tokens complete; empty while text is held back."""
-        if not self._parser.in_reasoning:
+        if not self._parser.in_reasoning and not self._parser.undecided:
             return self._push(delta.tokens, delta.trim_bytes)
         # One by one: a delta may leave reasoning in its middle, and tokens are billed by kind.
         events: list[ChatEvent] = []
         last = len(delta.tokens) - 1
         for i, token in enumerate(delta.tokens):
             self.reasoning_tokens += self._parser.in_reasoning
+            self._undecided_tokens += self._parser.undecided
             for event in self._push((token,), delta.trim_bytes if i == last else 0):
                 append_event(events, event)
+            if not self._parser.undecided:
+                if self._parser.in_reasoning:
+                    self.reasoning_tokens += self._undecided_tokens
+                self._undecided_tokens = 0
         return events
 
     def end(self) -> list[ChatEvent]:
         """What was held back until the answer's end."""
+        if self._parser.undecided:
+            self.reasoning_tokens += self._undecided_tokens
         events = self._parser.feed(self._detokenizer.finish())
         for event in self._parser.finish():
             append_event(events, event)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Generic, TypeVar
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -149,7 +151,10 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
 
 
-class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+ChoiceT = TypeVar("ChoiceT", bound=msgspec.Struct)
+
+
+class Envelope(msgspec.Struct, Generic[ChoiceT], frozen=True, kw_only=True):
     """What every response and every chunk carries.
 
     Attributes:
@@ -160,7 +165,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     object: str
     created: int
     model: str
-    choices: list[ChunkChoice | ChatChoice | TextChoice]
+    choices: list[ChoiceT]
     usage: Usage | UnsetType | None = UNSET
 
 

@@ -7,7 +7,8 @@ States and what ends them (R = reasoning, C = content, T = inside a tool call):
     R      -- reasoning_close --> C
     R, C   -- tool_open --> T           a call inside reasoning ends it
     T      -- the call is complete --> C, one `ToolCall`
-    T      -- it cannot become a call --> C, its text is content, tag included
+    T      -- it cannot become a call, or the answer ends --> R or C, whence it came: its text, tag
+              included, is reasoning or content like what stood before it
 
 Tags around a run of calls (B, where the family has them) are layout, like the white space before
 the first and between the calls: B opens where a call follows, and closes where its tag stands.
@@ -32,7 +33,7 @@ from flare_ray.frontend.parsers.events import (
     append_event,
 )
 from flare_ray.frontend.parsers.text import could_begin, find_first, held_back
-from flare_ray.frontend.parsers.verdicts import Malformed, ParsedCall
+from flare_ray.frontend.parsers.verdicts import ParsedCall
 from flare_ray.recipes.declaration import ChatFormat
 
 
@@ -67,6 +68,7 @@ class ChatParser:
         self._buffer = ""
         self._scanner: CallScanner | None = None
         self._layout = ""
+        self._before_calls = _State.CONTENT
         self.num_calls = 0
         if inside_reasoning:
             self._state = _State.REASONING
@@ -78,6 +80,12 @@ class ChatParser:
         """Whether the next letter belongs to reasoning, its closing tag included."""
         return self._state is _State.REASONING
 
+    @property
+    def undecided(self) -> bool:
+        """Whether the next letter belongs to reasoning or to a call, whichever turns out."""
+        calls = self._state in (_State.CALL, _State.BLOCK)
+        return calls and self._before_calls is _State.REASONING
+
     def feed(self, text: str) -> list[ChatEvent]:
         """Events that `text` completes; neighbouring text of one kind is joined."""
         events: list[ChatEvent] = []
@@ -87,15 +95,15 @@ class ChatParser:
         return events
 
     def finish(self) -> list[ChatEvent]:
-        """Events for what was held back; an unfinished call becomes content."""
+        """Events for what was held back; an unfinished call becomes text again."""
         events: list[ChatEvent] = []
         text, self._buffer = self._buffer, ""
         if self._state is _State.CALL:
             text = self._layout + self._chat.tool_open + text
-            self._state = _State.CONTENT
+            self._state = self._before_calls
         elif self._state is _State.BLOCK:
             text = self._layout + text
-            self._state = _State.CONTENT
+            self._state = self._before_calls
         self._emit(events, text)
         return events
 
@@ -117,10 +125,10 @@ class ChatParser:
         self._emit(events, self._buffer[:at])
         self._buffer = self._buffer[at + len(tag) :]
         if tag == self._chat.tool_block_open and self._scan_calls and tag:
-            self._state = _State.BLOCK
+            self._before_calls, self._state = self._state, _State.BLOCK
             self._layout = tag
         elif tag == self._chat.tool_open and self._scan_calls:
-            self._state = _State.CALL
+            self._before_calls, self._state = self._state, _State.CALL
             self._scanner = scanner_for(self._chat, self._tools)
         else:
             self._state = _State.CONTENT
@@ -141,7 +149,7 @@ class ChatParser:
             return True
         if could_begin(rest, (chat.tool_open, chat.tool_block_close)):
             return False
-        self._state = _State.CONTENT
+        self._state = self._before_calls
         self._emit(events, self._layout)
         self._layout = ""
         return True
@@ -168,9 +176,10 @@ class ChatParser:
             call = ToolCall(self.num_calls, result.name, result.arguments)
             append_event(events, call)
             self.num_calls += 1
-        in_block = isinstance(result, ParsedCall) and bool(self._chat.tool_block_open)
-        self._state = _State.BLOCK if in_block else _State.CONTENT
-        if isinstance(result, Malformed):
+            self._before_calls = _State.CONTENT
+            self._state = _State.BLOCK if self._chat.tool_block_open else _State.CONTENT
+        else:
+            self._state = self._before_calls
             lost = self._layout + self._chat.tool_open
             self._emit(events, lost + self._buffer[: result.end])
         self._layout = ""

@@ -125,7 +125,8 @@ def check_pieces(name, data):
         assert FUNCTION_NAME.fullmatch(call.name)
     if inside and not found:
         delivered = joined(whole, ReasoningText) + joined(whole, ContentText)
-        assert delivered == text.replace(chat.reasoning_close, "", 1)
+        # A tag inside a call that came to nothing is text too.
+        assert delivered in (text, text.replace(chat.reasoning_close, "", 1))
 
 
 def check_calls(name, data):
@@ -192,6 +193,18 @@ def test_call_after_a_malformed_one_is_found_and_the_malformed_one_is_content(na
     content, call = events
     assert content == ContentText(broken)
     assert json.loads(call.arguments) == {"city": "Rome"}
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_malformed_call_inside_reasoning_stays_reasoning(name):
+    """Models quote the tags they were taught when they think about them."""
+    chat = STYLES[name]
+    text = f"a {chat.tool_open} tag here{chat.tool_close} opens it</think>so"
+    assert parse(chat, text) == [
+        ReasoningText(f"a {chat.tool_open} tag here{chat.tool_close} opens it"),
+        ContentText("so"),
+    ]
+    assert parse(chat, f"a {chat.tool_open}") == [ReasoningText(f"a {chat.tool_open}")]
 
 
 @pytest.mark.parametrize("name", STYLES)
