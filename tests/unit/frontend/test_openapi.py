@@ -2,9 +2,7 @@
 
 import jsonschema
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, given, settings
-from schemathesis.checks import not_a_server_error
 
 from flare_ray.frontend.api import build_api
 from flare_ray.frontend.openai.refused import REFUSED
@@ -138,6 +136,10 @@ def test_document_is_served_to_everyone(api, served):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_schemathesis_finds_no_server_error(codec):
+    # Here, since the import takes seconds.
+    import schemathesis
+    from schemathesis.checks import not_a_server_error
+
     client = FakeEngineClient(answer(f"why</think>so{CALL}"))
     settings_ = ApiSettings(
         model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=MAX_BODY_BYTES
