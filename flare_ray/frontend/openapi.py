@@ -16,6 +16,7 @@ import msgspec
 from pydantic import BaseModel
 
 from flare_ray._version import __version__
+from flare_ray.frontend.admin import CacheList, ResetList
 from flare_ray.frontend.anthropic import errors as anthropic_errors
 from flare_ray.frontend.anthropic.records import Message, TokensCount
 from flare_ray.frontend.anthropic.requests import CountBody, MessagesBody
@@ -97,6 +98,16 @@ OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("GET", "/health"): Operation("Readiness: 200, or 503 until an engine is", keyed=False),
     ("GET", "/health/live"): Operation("Liveness", keyed=False),
     ("GET", "/metrics"): Operation("Prometheus metrics of all engines", keyed=False),
+    ("GET", "/admin/cache"): Operation(
+        "What each tier of the prefix cache holds; needs the administrator's key",
+        answer=CacheList,
+        keyed=False,
+    ),
+    ("POST", "/admin/cache/reset"): Operation(
+        "Empty tiers of the prefix cache; needs the administrator's key",
+        answer=ResetList,
+        keyed=False,
+    ),
     ("GET", "/openapi.json"): Operation("This document", keyed=False),
 }
 

@@ -50,6 +50,22 @@ TAGS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>"),
     *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     *("<function=", "</function>", "<parameter=", "</parameter>", ">"),
+    *sorted(
+        {
+            tag
+            for recipe in registry.recipes()
+            for tag in (
+                recipe.chat.tool_block_open,
+                recipe.chat.tool_block_close,
+                recipe.chat.tool_open,
+                recipe.chat.tool_close,
+                recipe.chat.arg_key_open,
+                recipe.chat.arg_value_close,
+            )
+            if tag
+        }
+    ),
+    *(' name="weather">', ' name="now"/>', ' name="days" string="false">'),
 )
 WORDS = (
     "weather",
@@ -102,6 +118,14 @@ def render(chat, arguments, name="weather"):
         body = name + "".join(
             f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>" for k, v in raw.items()
         )
+    elif chat.tool_style == "attributes":
+        body = f' name="{name}">\n' + "".join(
+            f'{chat.arg_key_open} name="{k}" string="{str(isinstance(arguments[k], str)).lower()}">'
+            f"{v}{chat.arg_value_close}\n"
+            for k, v in raw.items()
+        )
+        whole = chat.tool_open + body + chat.tool_close
+        return f"{chat.tool_block_open}\n{whole}\n{chat.tool_block_close}"
     else:
         parameters = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in raw.items())
         body = f"\n<function={name}>\n{parameters}</function>\n"
@@ -181,12 +205,11 @@ def test_rule_holds_long(check, name, data):
 
 
 @pytest.mark.parametrize("name", STYLES)
-@pytest.mark.parametrize(
-    "broken", ["<tool_call>", "<tool_call>not a call ", "<tool_call><think>", "<tool_call>{]"]
-)
-def test_call_after_a_malformed_one_is_found_and_the_malformed_one_is_content(name, broken):
+@pytest.mark.parametrize("rest", ["", "not a call ", "<think>", "{]"])
+def test_call_after_a_malformed_one_is_found_and_the_malformed_one_is_content(name, rest):
     chat = STYLES[name]
-    if name == "json" and broken.endswith("{]"):
+    broken = (chat.tool_block_open or chat.tool_open) + rest
+    if name == "json" and rest == "{]":
         # JSON that goes wrong is noticed at the closing tag: the call ends there.
         broken += chat.tool_close
     events = parse(chat, broken + render(chat, {"city": "Rome"}), inside=False)
@@ -199,19 +222,17 @@ def test_call_after_a_malformed_one_is_found_and_the_malformed_one_is_content(na
 def test_malformed_call_inside_reasoning_stays_reasoning(name):
     """Models quote the tags they were taught when they think about them."""
     chat = STYLES[name]
-    text = f"a {chat.tool_open} tag here{chat.tool_close} opens it</think>so"
-    assert parse(chat, text) == [
-        ReasoningText(f"a {chat.tool_open} tag here{chat.tool_close} opens it"),
-        ContentText("so"),
-    ]
-    assert parse(chat, f"a {chat.tool_open}") == [ReasoningText(f"a {chat.tool_open}")]
+    opening = chat.tool_block_open or chat.tool_open
+    thought = f"a {opening} tag here{chat.tool_block_close or chat.tool_close} opens it"
+    assert parse(chat, f"{thought}</think>so") == [ReasoningText(thought), ContentText("so")]
+    assert parse(chat, f"a {opening}") == [ReasoningText(f"a {opening}")]
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_call_that_never_ends_is_content(name):
     chat = STYLES[name]
     text = render(chat, {"city": "Rome", "days": 3})
-    for end in range(1, len(text)):
+    for end in range(1, text.rindex(chat.tool_close) + len(chat.tool_close)):
         assert parse(chat, text[:end], inside=False) == [ContentText(text[:end])]
 
 
