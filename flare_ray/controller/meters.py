@@ -50,7 +50,7 @@ class PrefixMeters:
         _raise_to(self._queries, stats.queried_tokens)
         _raise_to(self._hits, stats.hit_tokens)
         _raise_to(self._corrupt, sum(tier.corrupt_files for tier in stats.tiers))
-        self._stopped.set(any(tier.stopped for tier in stats.tiers))
+        self._stopped.set(1.0 if any(tier.stopped for tier in stats.tiers) else 0.0)
         for tier in stats.tiers:
             self._tiers[tier.tier].sample(tier)
         for source, seconds in self._cache.take_restore_times():

@@ -26,6 +26,7 @@ from flare_ray.actors.wire import (
 )
 from flare_ray.contracts.plan import PageGrant
 from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.tiers import TierFault, TierMove, TierOrder
 from flare_ray.errors import ConfigError, ContractViolation, RankFailure
 from tests.support.fake_channel import make_manifest
 from tests.support.plans import prefill_plan
@@ -92,6 +93,35 @@ def test_round_is_answered_once_by_all_ranks_in_plan_order(ranks, world_size):
     results = [play(channel, round_id) for round_id in range(5)]
     assert [result.round_id for result in results] == list(range(5))
     assert all(len(result.lanes) == 1 for result in results)
+
+
+def test_move_is_reported_once_every_rank_has_done_it_and_rounds_go_on(ranks):
+    channel = ranks.start("serve", "serve")
+    channel.order(TierOrder(1, TierMove.WRITE, 7, 70, path="p"))
+    assert [play(channel, round_id).round_id for round_id in range(3)] == [0, 1, 2]
+    outcomes = channel.take_outcomes()
+    # An idle channel wakes for it.
+    while not outcomes:
+        assert channel.receive(5.0) is None
+        outcomes = channel.take_outcomes()
+    [outcome] = outcomes
+    assert (outcome.ticket, outcome.fault, outcome.num_bytes) == (1, TierFault.NONE, 11)
+    assert outcome.checksums == ("sum 0", "sum 1")
+    assert channel.take_outcomes() == ()
+
+
+def test_move_fails_if_one_rank_fails_and_names_it(ranks):
+    channel = ranks.start("serve", "serve")
+    channel.order(TierOrder(5, TierMove.READ, 7, 70, path="p"))
+    assert channel.receive(5.0) is None
+    [outcome] = channel.take_outcomes()
+    assert outcome.fault is TierFault.CORRUPT and outcome.text == "rank 1: damaged"
+
+
+def test_order_larger_than_a_message_is_refused(ranks):
+    channel = ranks.start("serve")
+    with pytest.raises(ContractViolation, match="at most"):
+        channel.order(TierOrder(1, TierMove.LOAD, 7, 70, pages=(70000,) * 20_000))
 
 
 def test_two_queued_rounds_are_answered_in_order(ranks):

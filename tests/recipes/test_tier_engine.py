@@ -29,7 +29,17 @@ LOWER = frozenset({Tier.DEVICE, Tier.HOST})
 REST_S = 30.0
 
 
-@pytest.fixture(scope="module", params=RECIPES)
+VARIANTS = ("glm-5.3-flash-pooled",)
+"""Checkpoints of a recipe that is there already: `test_tiers.py` runs them always."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else [])
+        for name in RECIPES
+    ],
+)
 def folder(request, tmp_path_factory) -> Path:
     return RECIPES[request.param](tmp_path_factory.mktemp("checkpoint"))
 
@@ -197,7 +207,7 @@ def test_files_of_another_engine_are_removed_unread(folder, tmp_path, change):
         assert engine.tier("disk").corrupt_files >= 1
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_damage_of_any_kind_never_changes_a_text(folder, cold, tmp_path, random_seed, rounds):
     """Bit flips, truncation, exchanged and foreign files, before a start and while it runs."""
     rng = random.Random(random_seed)

@@ -35,12 +35,6 @@ class MisbehavingExecutor(StandInExecutor):
     behaviour = "serve"
     at_round = -1
 
-    def order(self, order: object, report: object) -> None:
-        raise AssertionError("no host tier was prepared")
-
-    def close(self) -> None:
-        """It has no threads."""
-
     def execute(self, plan: RoundPlan, masks: object = None) -> RoundReply:
         if plan.round_id != self.at_round:
             return super().execute(plan, masks)

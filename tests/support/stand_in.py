@@ -6,14 +6,19 @@ Every rank computes the same rows, so checksums agree; rank 0 returns them.
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import RoundPlan
 from flare_ray.contracts.record import METADATA_FIELDS, TOKEN_FIELDS, LaneRecord, RoundReply
+from flare_ray.contracts.tiers import TierFault, TierMove, TierOrder, TierReport
 from tests.support.fake_channel import FakeChannel, hashed_accepts, hashed_script
+
+MOVE_S = 0.05
 
 
 def flat_rows(lanes: tuple[LaneRecord, ...]) -> tuple[int, ...]:
@@ -47,11 +52,21 @@ class StandInExecutor:
         script = hashed_script(manifest.vocab_size, first_token=1)
         self._device = FakeChannel(manifest, script, hashed_accepts(accept_rate))
 
-    def order(self, order: object, report: object) -> None:
-        raise AssertionError("no host tier was prepared")
+    def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:
+        """Report the move a moment later, from another thread; rank 1 finds its file damaged."""
+        is_bad = order.move is TierMove.READ and self.rank == 1
+        done = TierReport(
+            ticket=order.ticket,
+            rank=self.rank,
+            fault=TierFault.CORRUPT if is_bad else TierFault.NONE,
+            num_bytes=10 + self.rank,
+            checksum=f"sum {self.rank}",
+            text="damaged" if is_bad else "",
+        )
+        threading.Timer(MOVE_S, report, [done]).start()
 
     def close(self) -> None:
-        """It has no threads."""
+        """Its threads end by themselves."""
 
     def execute(self, plan: RoundPlan, masks: object = None) -> RoundReply:
         start_ns = time.monotonic_ns()
