@@ -114,6 +114,24 @@ def test_flare_ray_serve_of_the_real_model_ends_in_time_and_names_what_is_missin
 
 @NO_GPU
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek", "qwen"])
+def test_every_other_real_model_ends_in_time_and_names_what_is_missing(tmp_path, name):
+    file = REAL.with_name(f"{name}.yaml")
+    served = Tree([*FLARE_RAY, "serve", str(file)], tmp_path / "serve.log")
+    try:
+        status = served.wait(COMMAND_LIMIT_S)
+        took_s = time.monotonic() - served.started_s
+    finally:
+        served.kill()
+    assert status == 2, served.tail()
+    error = served.text()[served.text().index("error: ") :]
+    assert f"{_engine(yaml.safe_load(file.read_text()))['checkpoint']} is no folder" in error
+    assert "GPU" in error
+    assert took_s < REFUSAL_LIMIT_S, f"{took_s:.1f} s, {machine_load()}"
+
+
+@NO_GPU
+@pytest.mark.slow
 def test_flare_ray_serve_of_the_real_model_with_weights_names_the_gpus(tmp_path, real_file):
     served = Tree([*FLARE_RAY, "serve", str(real_file(weights=True))], tmp_path / "serve.log")
     try:
