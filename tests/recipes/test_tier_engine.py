@@ -36,8 +36,7 @@ VARIANTS = ("glm-5.3-flash-pooled",)
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else [])
-        for name in RECIPES
+        pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in RECIPES
     ],
 )
 def folder(request, tmp_path_factory) -> Path:
