@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from flare_ray.errors import ContractViolation
-from tests.support import qwen_tiny
+from tests.support import deepseek_tiny, glm_tiny, qwen_tiny
 from tests.support.engine_machine import Engine, EngineMachine
-from tests.support.glm_tiny import write_checkpoint
 from tests.support.scripted.recipe import DOTTED
 from tests.support.scripted_engine import scripted_checkpoint
 
@@ -30,22 +29,30 @@ FULL = 50
 """Examples of the default suite and of the slow one."""
 STEPS = 25
 
+SLOW_LENGTHS = (63, 65, 128)
+LENGTHS = [
+    pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_LENGTHS))
+    for n in (1, 63, 64, 65, 127, 128, 129)
+]
+
 RECIPES: dict[str, Callable[[Path], Engine]] = {
     "scripted": lambda folder: Engine(Path(scripted_checkpoint(folder)), recipe=DOTTED),
-    "glm-5.3-flash": lambda folder: Engine(write_checkpoint(folder, "wide")),
-    "glm-5.3-flash-pooled": lambda folder: Engine(write_checkpoint(folder, "pooled")),
+    "glm-5.3-flash": lambda folder: Engine(glm_tiny.write_checkpoint(folder, "wide")),
+    "glm-5.3-flash-pooled": lambda folder: Engine(glm_tiny.write_checkpoint(folder, "pooled")),
     "qwen3.8-flash": lambda folder: Engine(qwen_tiny.write_checkpoint(folder, "qwen-fused")),
+    "deepseek-v4.1-flash": lambda folder: Engine(deepseek_tiny.write_checkpoint(folder, "sparse")),
 }
 
 
-SECOND_SHAPES = ("glm-5.3-flash-pooled", "qwen3.8-flash")
-"""Run in the slow suite only."""
+QUICK_RECIPES = ("scripted", "glm-5.3-flash")
+"""The others run in the slow suite only."""
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name in SECOND_SHAPES)) for name in RECIPES
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_RECIPES))
+        for name in RECIPES
     ],
 )
 def machine(request, tmp_path_factory) -> type[EngineMachine]:
@@ -72,7 +79,7 @@ def test_random_use_computes_what_every_request_computes_alone(machine):
 
 
 @pytest.mark.parametrize("place", ["prompt", "first", "answer"])
-@pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_preempted_request_goes_on_with_the_logits_of_a_cold_run(machine, length, place):
     """Beside another request, in every part of its life, at pages' and groups' boundaries."""
     done = preempted_once(machine, length, place, depth=1 + length % 2)

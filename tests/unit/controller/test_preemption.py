@@ -327,7 +327,7 @@ def check_tight_load(queue_depth, make_harness, seed, requests):
     return int(metric(harness, "flare_preemptions"))
 
 
-@pytest.mark.parametrize("run", range(12))
+@pytest.mark.parametrize("run", range(6))
 def test_random_tight_loads_end_with_every_text_as_if_alone(
     queue_depth, make_harness, run, random_seed
 ):
