@@ -40,7 +40,8 @@ class Cell:
         fixed: goodput of each captured draft count, tokens a second.
         public: goodput of each public policy, tokens a second.
         probe_share: predicted loss of all probes over all time.
-        readapted: rounds after each turn until choices are good again.
+        readapted: rounds after each turn until choices are good again; of turns from texts where
+            width one was best in `readapted_from_zero`, since there only probes can notice.
     """
 
     trace: str
@@ -55,6 +56,7 @@ class Cell:
     probe_share: float
     common_width: int
     readapted: tuple[int, ...] = ()
+    readapted_from_zero: tuple[int, ...] = ()
 
     @property
     def vs_fixed(self) -> float:
@@ -140,7 +142,10 @@ def _cell(
         policy = AdaptivePolicy(measured, objective=objective)
         runs.append(play_policy(stage, shapes, prices, policy, noise))
     run = _pooled(runs)
-    readapted = [readaptation(stage, prices, r) for stage, r in zip(stages, runs, strict=True)]
+    found = [readaptation(stage, prices, r) for stage, r in zip(stages, runs, strict=True)]
+    turns = [int(np.median(turn)) for turn in zip(*found, strict=True)]
+    before = [offset for _, offset in trace.turns[:-1]]
+    drafted = [(stages[0].expected[o, : len(prices)] / prices).argmax() > 0 for o in before]
     return Cell(
         trace=trace.name,
         shifting=trace.shifting,
@@ -153,7 +158,8 @@ def _cell(
         adaptive=run.goodput * 1e9,
         probe_share=run.probe_ns / float(run.price_ns.sum()),
         common_width=Counter(run.widths).most_common(1)[0][0],
-        readapted=tuple(int(np.median(turn)) for turn in zip(*readapted, strict=True)),
+        readapted=tuple(r for r, some in zip(turns, drafted, strict=True) if some),
+        readapted_from_zero=tuple(r for r, some in zip(turns, drafted, strict=True) if not some),
     )
 
 

@@ -77,6 +77,7 @@ def summary(cells: Sequence[Cell]) -> dict[str, JsonValue]:
     shifting = [cell for cell in cells if cell.shifting] or cells
     worst_fixed = min(cells, key=lambda cell: cell.vs_fixed)
     readapted = [rounds for cell in cells for rounds in cell.readapted]
+    from_zero = [rounds for cell in cells for rounds in cell.readapted_from_zero]
     return {
         "min_vs_best_fixed": worst_fixed.vs_fixed,
         "min_vs_each_public_policy": public,
@@ -86,6 +87,8 @@ def summary(cells: Sequence[Cell]) -> dict[str, JsonValue]:
         "mean_vs_oracle": statistics.fmean(cell.vs_oracle for cell in cells),
         "max_probe_share": max(cell.probe_share for cell in cells),
         "readaptation_rounds_max": max(readapted, default=0),
+        "readaptation_from_zero_rounds_max": max(from_zero, default=0),
+        "readaptation_from_zero_rounds_median": statistics.median(from_zero) if from_zero else 0,
         "readaptation_rounds_median": statistics.median(readapted) if readapted else 0,
         "worst_cells": {
             "fixed": _place(worst_fixed),

@@ -34,6 +34,17 @@ STRETCH_ROUNDS = 6
 STRENGTH = 4.0
 """Tests that weigh as much as the category when a stretch's chances are estimated."""
 
+CATEGORY_TRACES = {
+    "prose": ("docs", "define"),
+    "structured": ("json", "tool", "recall"),
+    "edit": ("edit", "code"),
+    "mixed": (
+        *("docs", "define", "json", "tool", "recall"),
+        *("edit", "code", "chat", "story", "math"),
+    ),
+}
+"""Recorded traces and the categories whose requests they hold."""
+
 Floats = NDArray[np.float64]
 
 
@@ -181,13 +192,6 @@ def _hazards(accepted: NDArray[np.int64], prior: Floats, strength: float) -> Flo
 def all_traces(rounds: int) -> dict[str, Callable[[], Trace]]:
     """Makers of every trace by name; recorded ones first."""
     half, third = rounds // 2, rounds // 3
-    prose, structured, edit = ("docs", "define"), ("json", "tool", "recall"), ("edit", "code")
-    categories = {
-        "prose": prose,
-        "structured": structured,
-        "edit": edit,
-        "mixed": (*prose, *structured, *edit, "chat", "story", "math"),
-    }
     made = (
         Synthetic("useless", [(0.03,)]),
         Synthetic("poor", [(0.35,)]),
@@ -205,6 +209,6 @@ def all_traces(rounds: int) -> dict[str, Callable[[], Trace]]:
         ),
     )
     makers: dict[str, Callable[[], Trace]] = {
-        name: partial(recorded, name, listed, rounds) for name, listed in categories.items()
+        name: partial(recorded, name, listed, rounds) for name, listed in CATEGORY_TRACES.items()
     }
     return makers | {synthetic.name: partial(synthetic.make, rounds) for synthetic in made}

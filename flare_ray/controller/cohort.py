@@ -56,7 +56,7 @@ class SubmittedRound:
 
     Attributes:
         decision: why the width was chosen; None for a prefill.
-        started_ns: when its planning began.
+        started_ns: when its planning began, or the harvest that it follows without a pause.
         captures: snapshots that its chunks leave.
     """
 

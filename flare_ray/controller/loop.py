@@ -161,6 +161,7 @@ class Controller:
         self._next_uid = 1
         self._rounds = 0
         self._last_progress_ns = self._clock()
+        self._idle = True
         self._is_clean = True
         # Shared with submitting threads, guarded by the lock.
         self._lock = threading.Lock()
@@ -279,9 +280,12 @@ class Controller:
         if acted:
             self._meters.sample()
         self._check_when_idle()
+        idle = not self._in_flight
         result = self._channel.receive(self._wait_s(timeout_s))
         if result is not None:
             self._harvest(result)
+        # Work that follows a harvest at once pays for the host's time since then.
+        self._idle = idle
         return acted or result is not None
 
     def _receive(self) -> bool:
@@ -335,7 +339,7 @@ class Controller:
         """Fill the queue of rounds; whether anything was submitted."""
         submitted = False
         while len(self._in_flight) < self._queue_depth:
-            started_ns = self._clock()
+            started_ns = self._clock() if self._idle else self._last_progress_ns
             planned = self._planner.next_round(started_ns)
             if planned is None:
                 break

@@ -2,7 +2,10 @@
 
 import time
 
+import pytest
+
 from flare_ray.contracts.messages import Finished
+from flare_ray.controller.verification import AdaptivePolicy
 from tests.support.fake_channel import accepts_up_to
 from tests.unit.controller.conftest import Harness
 
@@ -69,3 +72,22 @@ def test_controller_stays_within_its_host_budget_at_four_lanes(queue_depth, caps
             f"{own_s / rounds * 1e3:.3f} ms over {rounds} rounds, {ended} requests ended"
         )
     assert own_s / rounds * 1e3 < HOST_BOUND_MS
+
+
+def test_price_of_a_round_holds_the_host_time_before_it(make_harness, queue_depth, monkeypatch):
+    """Learning takes a quarter of a program's time here; priced without it, narrow rounds would
+    look cheaper than they are."""
+    harness, costs_ns, observe = make_harness(), [], AdaptivePolicy.observe
+
+    def slow_observe(policy, record, cost_ns):
+        costs_ns.append(cost_ns)
+        harness.clock.advance(0.001)
+        observe(policy, record, cost_ns)
+
+    monkeypatch.setattr(AdaptivePolicy, "observe", slow_observe)
+    harness.channel.latency_s = lambda plan: 0.004
+    harness.submit("a", (1, 2, 3), 60)
+    harness.run_until_idle()
+    # With two rounds queued the host works beside the ranks.
+    per_round_s = 0.005 if queue_depth == 1 else 0.004
+    assert sum(costs_ns[1:]) / 1e9 == pytest.approx(per_round_s * (len(costs_ns) - 1), rel=0.1)

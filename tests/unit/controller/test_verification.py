@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 import random
 
 import pytest
@@ -307,3 +308,22 @@ def test_learning_with_and_without_arrays_agrees(monkeypatch, random_seed):
         for uid in range(6):
             expected = pytest.approx(arrays.expected_emitted(uid), rel=1e-9)
             assert one_by_one.expected_emitted(uid) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_policy_does_not_grow_over_a_million_rounds():
+    """Requests come and go; what is kept must not."""
+    policy, rng = AdaptivePolicy(), random.Random(1)
+    sizes = []
+    for number in range(1_000_000):
+        uid = 1 + number // 50
+        if number % 50 == 0:
+            policy.forget(uid - 1)
+        shape = policy.choose(Cohort((CohortLane(uid, 7),)), CATALOG)
+        accepted = min(shape.draft_tokens, int(rng.expovariate(0.5)))
+        record = lane_record(uid, offered=shape.draft_tokens, accepted=accepted)
+        policy.observe(CompletedRound(shape, (record,)), round(MS * rng.uniform(0.9, 1.1)))
+        if number in (9_999, 999_999):
+            sizes.append(len(pickle.dumps(policy)))
+    assert sizes[1] <= 1.05 * sizes[0]
