@@ -41,7 +41,9 @@ class LocalPrefixEngine:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._core: EngineCore = start_inprocess(EngineConfig.model_validate(settings))
-        self._disk_path = settings["prefix_cache"].get("disk_path")
+        cache = settings["prefix_cache"]
+        self._disk_path = cache.get("disk_path")
+        self._keeps = cache.get("enabled", True)
         self._number = 0
 
     def __enter__(self) -> LocalPrefixEngine:
@@ -115,7 +117,7 @@ class LocalPrefixEngine:
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Run one request whose prompt no tier holds."""
-        if self._disk_path is not None:
+        if self._keeps:
             self.reset("device", "host", "disk")
         return self.answer(prompt, max_tokens)
 

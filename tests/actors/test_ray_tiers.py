@@ -13,7 +13,7 @@ from tests.actors.ray_support import Listener, wait_until
 from tests.actors.test_ray_engine import answer, submit
 from tests.support.scripted_engine import scripted_deployment
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 APPLICATION = "tiers"
 LONG = "a prefix of more than one page, " * 5
@@ -44,7 +44,7 @@ def test_reset_reaches_the_engine_and_prefixes_come_back_from_disk(cluster, list
         answer(submit(first, listener, LONG, max_tokens=2))
         wait_until(
             lambda: getattr(tiers_of(finder).get("disk"), "snapshots", 0) > 0,
-            timeout_s=20.0,
+            timeout_s=60.0,
             what="a snapshot on disk",
         )
         [reset] = asyncio.run(finder.reset_cache(frozenset({Tier.DEVICE, Tier.HOST})))
@@ -53,7 +53,7 @@ def test_reset_reaches_the_engine_and_prefixes_come_back_from_disk(cluster, list
         assert again.cached_tokens >= 64
     finally:
         first.close()
-    wait_until(lambda: not EngineDirectory(APPLICATION).engines(), timeout_s=20.0, what="its end")
+    wait_until(lambda: not EngineDirectory(APPLICATION).engines(), timeout_s=60.0, what="its end")
     second = launch_engine(config, application=APPLICATION)
     try:
         later = answer(submit(second, listener, LONG + "2", max_tokens=2))
