@@ -1,1 +1,1 @@
-"""What exact sampling costs: acceptance of the reproducible mode."""
+"""What exact sampling and constraints cost."""

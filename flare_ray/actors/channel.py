@@ -23,11 +23,13 @@ from flare_ray.actors.merge import RoundMerger
 from flare_ray.actors.wire import (
     SEND_BUFFER_BYTES,
     decode_reply,
+    encode_answer,
     encode_order,
     encode_plan,
     max_reply_bytes,
 )
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
+from flare_ray.contracts.record import Proposals
 from flare_ray.contracts.tiers import TierOrder, TierOutcome
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import RankFailure
@@ -106,6 +108,12 @@ class SocketChannel:
         """See `RankChannel.take_outcomes`."""
         return self._merger.take_outcomes()
 
+    def answer(self, answer: MaskAnswer) -> None:
+        """Tell every rank that the masks of an open barrier are written; raises as `submit`."""
+        self._raise_if_finished()
+        self._merger.answered(answer)
+        self._send(encode_answer(answer))
+
     def _send(self, message: bytes) -> None:
         for link in self.links:
             try:
@@ -116,9 +124,9 @@ class SocketChannel:
                 # What the rank said before it went, if anything, is still in the socket.
                 self._fail(self._diagnose(self._read_reply(link) or self._gone(link)))
 
-    def receive(self, timeout_s: float) -> RoundResult | None:
-        """The oldest unanswered round once all ranks have answered; None on timeout, on wake, or
-        when a move's outcome can be taken.
+    def receive(self, timeout_s: float) -> RoundResult | Proposals | None:
+        """The oldest unanswered round once all ranks have answered, or the drafts at its barrier;
+        None on timeout, on wake, or when a move's outcome can be taken.
 
         Raises:
             RankFailure: a rank died, hung, answered an error, or checksums differ.
@@ -162,7 +170,7 @@ class SocketChannel:
         for link in self.links:
             link.close()
 
-    def _pop(self) -> RoundResult | None:
+    def _pop(self) -> RoundResult | Proposals | None:
         try:
             return self._merger.pop()
         except RankFailure as failure:

@@ -24,6 +24,7 @@ from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, Heartbeat, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
 from flare_ray.contracts.tiers import Tier
+from flare_ray.controller.grammar.matcher import GrammarService
 from flare_ray.controller.loop import Controller, ControllerStats
 from flare_ray.controller.ports import OutputPort, RankChannel
 from flare_ray.errors import InvalidRequest, Overloaded, RankFailure
@@ -60,6 +61,7 @@ class EngineParts:
             the controller's thread after a fault or from `shutdown`, before the channel is closed.
         health_timeout_s: seconds without a finished round, while work is pending, that count as a
             hang.
+        grammars: for constrained requests, closed by `shutdown`; None = `no_grammars` says why.
     """
 
     manifest: PreparedManifest
@@ -68,6 +70,8 @@ class EngineParts:
     token_bytes: Sequence[bytes]
     release_ranks: Callable[[], None]
     health_timeout_s: float
+    grammars: GrammarService | None = None
+    no_grammars: str = "this engine has none"
     engine_id: str = field(default_factory=new_engine_id)
 
 
@@ -190,6 +194,7 @@ class EngineCore:
             token_bytes=parts.token_bytes,
             recorder=self.recorder,
         )
+        self._controller.use_grammars(parts.grammars, parts.no_grammars)
         self._release_lock = threading.Lock()
         self._released = False
         self._stopping = False
@@ -376,6 +381,8 @@ class EngineCore:
         self.parts.channel.close()
         # Not earlier: whoever takes the directory next must not meet a rank that still writes.
         self._controller.cache.close()
+        if self.parts.grammars is not None:
+            self.parts.grammars.close()
 
     def _fail_remaining(self, message: str, *, remote: bool) -> None:
         """End what the controller could not: a request is never left without an answer.

@@ -22,6 +22,7 @@ from ray import serve
 from flare_ray.actors.cache_notice import CacheNotice
 from flare_ray.actors.core import EngineCore, EngineParts, new_engine_id
 from flare_ray.actors.directory import BEAT_S, EngineDirectory, EngineRecord, EngineReport
+from flare_ray.actors.grammar.service import CompilingService, start_service
 from flare_ray.actors.placement import ENGINE_DEPLOYMENT, check_apart, own_placement_group
 from flare_ray.actors.preflight import CONTROLLER_CPUS, engine_bundles
 from flare_ray.actors.rank import PrepareRank, prepare_on_device
@@ -92,7 +93,9 @@ class EngineHost:
         started_s = time.monotonic()
         check_apart(self.config.engine)  # the files may have changed since the last start
         ranks = start_ranks(self.config, self._group, self._prepare)
+        grammars: CompilingService | None = None
         try:
+            grammars, no_grammars = start_service(self.config.engine, ranks.manifest)
             parts = EngineParts(
                 manifest=ranks.manifest,
                 config=self.config.engine,
@@ -100,6 +103,8 @@ class EngineHost:
                 token_bytes=engine_token_bytes(self.config.engine, ranks.manifest),
                 release_ranks=ranks.kill,
                 health_timeout_s=self.config.engine_deployment.health_timeout_s,
+                grammars=grammars,
+                no_grammars=no_grammars,
                 engine_id=self.engine_id,
             )
             core = EngineCore(parts, stream=StreamSender(self.engine_id, self._secret))
@@ -107,6 +112,8 @@ class EngineHost:
         except BaseException:
             ranks.channel.close()
             ranks.kill()
+            if grammars is not None:
+                grammars.close()
             raise
         self._ranks, self._core = ranks, core
         self._record = self._make_record(core.manifest)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from flare_ray.actors.core import EngineCore, EngineParts
+from flare_ray.actors.grammar.service import CompilingService, start_service
 from flare_ray.actors.rank_loop import RankExecutor
 from flare_ray.actors.thread_channel import RankThreads, ThreadChannel
 from flare_ray.actors.vocabulary import engine_token_bytes
@@ -65,6 +66,7 @@ def prepare_threads(config: EngineConfig) -> RankThreads:
 
 def assemble(config: EngineConfig, threads: RankThreads, *, health_timeout_s: float) -> EngineCore:
     """A started engine over prepared rank threads, which end with it."""
+    grammars: CompilingService | None = None
     try:
         manifest = threads.executors[0].manifest
         for rank, executor in enumerate(threads.executors):
@@ -72,6 +74,7 @@ def assemble(config: EngineConfig, threads: RankThreads, *, health_timeout_s: fl
                 raise RankFailure(
                     f"rank {rank} prepared another engine than rank 0", rank=rank, round_id=-1
                 )
+        grammars, no_grammars = start_service(config, manifest)
         parts = EngineParts(
             manifest=manifest,
             config=config,
@@ -79,10 +82,14 @@ def assemble(config: EngineConfig, threads: RankThreads, *, health_timeout_s: fl
             token_bytes=engine_token_bytes(config, manifest),
             release_ranks=threads.stop,
             health_timeout_s=health_timeout_s,
+            grammars=grammars,
+            no_grammars=no_grammars,
         )
         core = EngineCore(parts)
     except BaseException:
         threads.stop()
+        if grammars is not None:
+            grammars.close()
         raise
     core.start()
     return core

@@ -11,8 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from flare_ray.actors.wire import MAX_QUEUED_ROUNDS
-from flare_ray.contracts.plan import RoundPlan
-from flare_ray.contracts.record import RoundReply, unpack_rows
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
+from flare_ray.contracts.record import Proposals, RoundReply, unpack_rows
 from flare_ray.contracts.tiers import TierOrder, TierOutcome, TierReport
 from flare_ray.controller.ports import RoundResult
 from flare_ray.errors import ContractViolation, RankFailure
@@ -43,6 +43,8 @@ class RoundMerger:
         self._open: deque[_OpenRound] = deque()
         self._orders: dict[int, dict[int, TierReport]] = {}
         self._outcomes: list[TierOutcome] = []
+        self._proposals: Proposals | None = None
+        self._barrier = -1
 
     def __len__(self) -> int:
         return len(self._open)
@@ -67,6 +69,18 @@ class RoundMerger:
         self.last_round = plan.round_id
         self._open.append(_OpenRound(plan.round_id, len(plan.lanes) or len(plan.prefill)))
 
+    def answered(self, answer: MaskAnswer) -> None:
+        """Note that the masks of a barrier are on their way to all ranks.
+
+        Raises:
+            ContractViolation: no rank waits for them.
+        """
+        if answer.round_id != self._barrier:
+            raise ContractViolation(
+                f"masks of round {answer.round_id} were sent, the open barrier is {self._barrier}"
+            )
+        self._barrier = -1
+
     def ordered(self, order: TierOrder) -> None:
         """Note that a move is on its way to all ranks."""
         self._orders[order.ticket] = {}
@@ -81,7 +95,7 @@ class RoundMerger:
         """Whether `take_outcomes` would return any."""
         return bool(self._outcomes)
 
-    def add(self, rank: int, reply: RoundReply | TierReport) -> None:
+    def add(self, rank: int, reply: RoundReply | Proposals | TierReport) -> None:
         """File one rank's reply under the oldest round it has not answered, or its report under
         the move that it belongs to.
 
@@ -92,7 +106,7 @@ class RoundMerger:
         if isinstance(reply, TierReport):
             self._add_report(rank, reply)
             return
-        if reply.error:
+        if isinstance(reply, RoundReply) and reply.error:
             cause, _, details = reply.error.partition("\n")
             failure = RankFailure(
                 f"rank {rank} failed in round {reply.round_id}: {cause}",
@@ -111,7 +125,10 @@ class RoundMerger:
                 rank=rank,
                 round_id=reply.round_id,
             )
-        owed.replies[rank] = reply
+        if isinstance(reply, Proposals):
+            self._proposals, self._barrier = reply, reply.round_id
+        else:
+            owed.replies[rank] = reply
 
     def _add_report(self, rank: int, report: TierReport) -> None:
         reports = self._orders.get(report.ticket)
@@ -168,12 +185,16 @@ class RoundMerger:
             round_id=self.oldest_round,
         )
 
-    def pop(self) -> RoundResult | None:
-        """The oldest round if all ranks have answered it.
+    def pop(self) -> RoundResult | Proposals | None:
+        """The drafts at a barrier that has opened, once; else the oldest round if all ranks have
+        answered it.
 
         Raises:
             RankFailure: checksums differ, or rank 0's rows do not cover the plan's lanes.
         """
+        if self._proposals is not None:
+            proposals, self._proposals = self._proposals, None
+            return proposals
         if not self._open or len(self._open[0].replies) < self.world_size:
             return None
         entry = self._open.popleft()

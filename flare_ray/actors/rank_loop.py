@@ -13,21 +13,24 @@ import select
 import socket
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from flare_ray.actors.masks import MaskReader
 from flare_ray.actors.wire import (
     MAX_MESSAGE_BYTES,
-    decode_plan,
+    decode_order,
+    encode_proposals,
     encode_reply,
     encode_report,
     error_reply,
 )
 from flare_ray.contracts.manifest import PreparedManifest
-from flare_ray.contracts.plan import RoundPlan
-from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
+from flare_ray.contracts.record import Proposals, RoundReply
 from flare_ray.contracts.tiers import TierOrder, TierReport
+from flare_ray.errors import ContractViolation
 
 if TYPE_CHECKING:
     import numpy as np
@@ -41,6 +44,10 @@ EXIT_FAILED = 71
 """Exit status of a rank that answered an error: its state is no longer known."""
 
 
+Barrier = Callable[[int, tuple[tuple[int, ...], ...]], MaskAnswer]
+"""(round, drafts by lane) -> what the controller answered."""
+
+
 class RankExecutor(Protocol):
     """What `device.prepare.prepare_rank` returns; fakes implement the same two names."""
 
@@ -48,11 +55,17 @@ class RankExecutor(Protocol):
     def manifest(self) -> PreparedManifest:
         """What was prepared."""
 
-    def execute(self, plan: RoundPlan, masks: NDArray[np.int32] | None = None) -> RoundReply:
+    def execute(
+        self,
+        plan: RoundPlan,
+        masks: NDArray[np.int32] | None = None,
+        barrier: Barrier | None = None,
+    ) -> RoundReply:
         """Run one plan.
 
         Args:
             masks: [mask_rows, words] int32 when the plan names a mask block.
+            barrier: asks the controller for the masks behind a round's drafts (contract: G5).
         """
 
     def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:
@@ -106,6 +119,50 @@ class HangUpWatch:
         os._exit(EXIT_HUNG_UP)
 
 
+class _Orders:
+    """What the engine sends to one rank: plans, and its answers at barriers."""
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self._sock = sock
+        self._rank = rank
+        self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
+        self._view = memoryview(self._buffer)
+        self._plans: deque[RoundPlan | TierOrder] = deque()
+
+    def next_plan(self) -> RoundPlan | TierOrder | None:
+        """The next plan or move; None once the engine has closed the socket.
+
+        Raises:
+            ContractViolation: an answer that nobody asked for.
+        """
+        if self._plans:
+            return self._plans.popleft()
+        order = self._read()
+        if isinstance(order, MaskAnswer):
+            raise ContractViolation(f"masks of round {order.round_id} outside its barrier")
+        return order
+
+    def barrier(self, round_id: int, drafts: tuple[tuple[int, ...], ...]) -> MaskAnswer:
+        """Show the drafts, which are the same on every rank, and wait for the masks behind them; a
+        plan queued behind this round may come first.
+
+        Raises:
+            ConnectionError: the engine is gone.
+        """
+        if self._rank == 0:
+            self._sock.sendall(encode_proposals(Proposals(0, round_id, drafts)))
+        while (order := self._read()) is not None:
+            if isinstance(order, MaskAnswer):
+                return order
+            self._plans.append(order)
+        raise ConnectionAbortedError("the engine closed the socket at a barrier")
+
+    def _read(self) -> RoundPlan | TierOrder | MaskAnswer | None:
+        # The sender bounds its messages, so a cut one does not decode and is answered as such.
+        size = self._sock.recv_into(self._buffer)
+        return decode_order(self._view[:size]) if size else None
+
+
 def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> None:
     """Answer plans until the engine closes the socket or one fails.
 
@@ -120,18 +177,15 @@ def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> Non
     """
     masks = MaskReader(executor.manifest.vocab_size)
     report = _reporter(sock)
-    buffer = bytearray(MAX_MESSAGE_BYTES + 1)
-    view = memoryview(buffer)
+    orders = _Orders(sock, rank)
     round_id = -1
     try:
-        while size := sock.recv_into(buffer):
-            # The sender bounds its messages, so a cut one does not decode and is answered as such.
-            plan = decode_plan(view[:size])
+        while (plan := orders.next_plan()) is not None:
             if isinstance(plan, TierOrder):
                 executor.order(plan, report)
                 continue
             round_id = plan.round_id
-            reply = executor.execute(plan, masks.read(plan))
+            reply = run_plan(executor, plan, masks, orders.barrier)
             sock.sendall(encode_reply(reply))
     except ConnectionError:
         logger.info("rank %d: the engine is gone after round %d", rank, round_id)
@@ -152,6 +206,15 @@ def _reporter(sock: socket.socket) -> Callable[[TierReport], None]:
             logger.info("move %d was done after the engine had gone", done.ticket)
 
     return report
+
+
+def run_plan(
+    executor: RankExecutor, plan: RoundPlan, masks: MaskReader, barrier: Barrier
+) -> RoundReply:
+    """Execute one plan with the masks that it names."""
+    if plan.shape.has_barrier:
+        return executor.execute(plan, masks.read(plan), barrier)
+    return executor.execute(plan, masks.read(plan))
 
 
 def failure_text(error: BaseException) -> str:

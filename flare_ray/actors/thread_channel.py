@@ -10,18 +10,19 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 from flare_ray.actors.masks import MaskReader
 from flare_ray.actors.merge import RoundMerger
-from flare_ray.actors.rank_loop import RankExecutor, failure_text
+from flare_ray.actors.rank_loop import RankExecutor, failure_text, run_plan
 from flare_ray.actors.wire import encode_order, encode_plan, error_reply
-from flare_ray.contracts.plan import RoundPlan
-from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
+from flare_ray.contracts.record import Proposals, RoundReply
 from flare_ray.contracts.tiers import TierOrder, TierOutcome, TierReport
 from flare_ray.controller.ports import RoundResult
-from flare_ray.errors import RankFailure
+from flare_ray.errors import ContractViolation, RankFailure
 
 logger = logging.getLogger("ray.serve.flare")
 
@@ -31,6 +32,9 @@ STOP_LIMIT_S = 5.0
 MakeExecutor = Callable[[int], RankExecutor]
 """Rank -> its prepared executor; called on the rank's own thread, since threads of a CPU kernel
 pool, the current CUDA device and inference mode all belong to a thread."""
+
+Order = RoundPlan | TierOrder | MaskAnswer
+Reply = RoundReply | TierReport | Proposals
 
 Abort = Callable[[int, BaseException], None]
 
@@ -47,12 +51,10 @@ class RankThreads:
     """
 
     def __init__(self, world_size: int, make_executor: MakeExecutor, *, abort: Abort) -> None:
-        self.plans: list[queue.SimpleQueue[RoundPlan | TierOrder | None]] = [
+        self.plans: list[queue.SimpleQueue[Order | None]] = [
             queue.SimpleQueue() for _ in range(world_size)
         ]
-        self.replies: queue.SimpleQueue[tuple[int, RoundReply | TierReport] | None] = (
-            queue.SimpleQueue()
-        )
+        self.replies: queue.SimpleQueue[tuple[int, Reply] | None] = queue.SimpleQueue()
         self._make_executor = make_executor
         self._abort = abort
         self._prepared: queue.SimpleQueue[tuple[int, RankExecutor | BaseException]]
@@ -111,12 +113,15 @@ class RankThreads:
         def report(done: TierReport) -> None:
             self.replies.put((rank, done))
 
-        while (plan := self.plans[rank].get()) is not None:
+        orders = _Orders(rank, self.plans[rank], self.replies)
+        while (plan := orders.next_plan()) is not None:
             try:
                 if isinstance(plan, TierOrder):
                     executor.order(plan, report)
                     continue
-                reply = executor.execute(plan, masks.read(plan))
+                reply = run_plan(executor, plan, masks, orders.barrier)
+            except _Stopped:
+                return
             except Exception as error:
                 round_id = plan.round_id if isinstance(plan, RoundPlan) else -1
                 logger.exception("rank %d failed in round %d", rank, round_id)
@@ -126,6 +131,42 @@ class RankThreads:
                 self._abort(rank, error)
                 return
             self.replies.put((rank, reply))
+
+
+class _Stopped(Exception):
+    """The engine ended while a rank waited at a barrier."""
+
+
+class _Orders:
+    """As `rank_loop._Orders`, over queues."""
+
+    def __init__(
+        self,
+        rank: int,
+        orders: queue.SimpleQueue[Order | None],
+        replies: queue.SimpleQueue[tuple[int, Reply] | None],
+    ) -> None:
+        self._rank = rank
+        self._orders = orders
+        self._replies = replies
+        self._plans: deque[RoundPlan | TierOrder] = deque()
+
+    def next_plan(self) -> RoundPlan | TierOrder | None:
+        if self._plans:
+            return self._plans.popleft()
+        order = self._orders.get()
+        if isinstance(order, MaskAnswer):
+            raise ContractViolation(f"masks of round {order.round_id} outside its barrier")
+        return order
+
+    def barrier(self, round_id: int, drafts: tuple[tuple[int, ...], ...]) -> MaskAnswer:
+        if self._rank == 0:
+            self._replies.put((0, Proposals(0, round_id, drafts)))
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, MaskAnswer):
+                return order
+            self._plans.append(order)
+        raise _Stopped
 
 
 class ThreadChannel:
@@ -165,7 +206,14 @@ class ThreadChannel:
         """As `SocketChannel.take_outcomes`."""
         return self._merger.take_outcomes()
 
-    def receive(self, timeout_s: float) -> RoundResult | None:
+    def answer(self, answer: MaskAnswer) -> None:
+        """As `SocketChannel.answer`."""
+        self._raise_if_finished()
+        self._merger.answered(answer)
+        for orders in self._threads.plans:
+            orders.put(answer)
+
+    def receive(self, timeout_s: float) -> RoundResult | Proposals | None:
         """As `SocketChannel.receive`."""
         self._raise_if_finished()
         deadline = time.monotonic() + timeout_s
@@ -199,7 +247,7 @@ class ThreadChannel:
         """Take no more rounds; idempotent. `RankThreads.stop` ends the ranks."""
         self._closed = True
 
-    def _pop(self) -> RoundResult | None:
+    def _pop(self) -> RoundResult | Proposals | None:
         try:
             return self._merger.pop()
         except RankFailure as failure:

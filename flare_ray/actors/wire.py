@@ -15,6 +15,7 @@ from flare_ray.contracts.plan import (
     MAX_LOGIT_RULES,
     MAX_SHARED_PAGES,
     LogitRule,
+    MaskAnswer,
     PageGrant,
     PrefillLane,
     RoundPlan,
@@ -22,7 +23,7 @@ from flare_ray.contracts.plan import (
     SlotRestore,
     SnapshotSave,
 )
-from flare_ray.contracts.record import RoundReply
+from flare_ray.contracts.record import Proposals, RoundReply
 from flare_ray.contracts.shapes import GraphKind, GraphShape
 from flare_ray.contracts.tiers import TierOrder, TierReport
 from flare_ray.errors import ConfigError, ContractViolation
@@ -59,8 +60,8 @@ class RankHello(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode_order = msgspec.msgpack.Decoder(RoundPlan | TierOrder).decode
-_decode_reply = msgspec.msgpack.Decoder(RoundReply | TierReport).decode
+_decode_order = msgspec.msgpack.Decoder(RoundPlan | MaskAnswer | TierOrder).decode
+_decode_reply = msgspec.msgpack.Decoder(RoundReply | Proposals | TierReport).decode
 _decode_hello = msgspec.msgpack.Decoder(RankHello).decode
 
 
@@ -125,8 +126,18 @@ def encode_hello(hello: RankHello) -> bytes:
     return _encode(hello)
 
 
-def decode_plan(message: bytes | memoryview) -> RoundPlan | TierOrder:
-    """What the controller sent: a plan, or a move of a snapshot.
+def encode_answer(answer: MaskAnswer) -> bytes:
+    """Bytes of the host's answer at a barrier; a few per lane."""
+    return _encode(answer)
+
+
+def encode_proposals(proposals: Proposals) -> bytes:
+    """Bytes of a round's drafts; a few per lane."""
+    return _encode(proposals)
+
+
+def decode_order(message: bytes | memoryview) -> RoundPlan | MaskAnswer | TierOrder:
+    """What the controller sent.
 
     Raises:
         msgspec.MsgspecError: the bytes are neither.
@@ -134,8 +145,8 @@ def decode_plan(message: bytes | memoryview) -> RoundPlan | TierOrder:
     return _decode_order(message)
 
 
-def decode_reply(message: bytes | memoryview) -> RoundReply | TierReport:
-    """What a rank sent: the reply to a plan, or the report of a move.
+def decode_reply(message: bytes | memoryview) -> RoundReply | Proposals | TierReport:
+    """What a rank sent.
 
     Raises:
         msgspec.MsgspecError: the bytes are neither.

@@ -45,6 +45,14 @@ SETTINGS: dict[str, str] = {
     "prefix_cache_disk_bytes": "prefix_cache.disk_bytes",
     "reproducible": "sampling.reproducible",
     "logprobs": "sampling.logprobs",
+    "grammar": "grammar.enabled",
+    "grammar_preload": "grammar.preload",
+    "grammar_full_width": "grammar.full_width",
+    "grammar_own_rounds": "grammar.own_rounds",
+    "grammar_compile_timeout": "grammar.compile_timeout_s",
+    "grammar_compile_memory": "grammar.compile_memory_bytes",
+    "grammar_max_source": "grammar.max_source_bytes",
+    "grammar_cache_bytes": "grammar.cache_bytes",
     "mtp_draft_tokens": "speculation.draft_tokens",
     "widths": "speculation.widths",
     "token_capacity": "speculation.token_capacity",
@@ -156,6 +164,22 @@ class EngineOptions:
     prefix_cache_disk_bytes: Annotated[int | None, _setting("prefix_cache_disk_bytes")] = None
     reproducible: Annotated[str | None, _setting("reproducible")] = None
     logprobs: Annotated[str | None, _setting("logprobs")] = None
+    grammar: Annotated[bool | None, _setting("grammar", flags="--grammar/--no-grammar")] = None
+    grammar_preload: Annotated[
+        bool | None, _setting("grammar_preload", flags="--grammar-preload/--no-grammar-preload")
+    ] = None
+    grammar_full_width: Annotated[
+        bool | None,
+        _setting("grammar_full_width", flags="--grammar-full-width/--no-grammar-full-width"),
+    ] = None
+    grammar_own_rounds: Annotated[
+        bool | None,
+        _setting("grammar_own_rounds", flags="--grammar-own-rounds/--no-grammar-own-rounds"),
+    ] = None
+    grammar_compile_timeout: Annotated[float | None, _setting("grammar_compile_timeout")] = None
+    grammar_compile_memory: Annotated[int | None, _setting("grammar_compile_memory")] = None
+    grammar_max_source: Annotated[int | None, _setting("grammar_max_source")] = None
+    grammar_cache_bytes: Annotated[int | None, _setting("grammar_cache_bytes")] = None
     mtp_draft_tokens: Annotated[
         int | None,
         _setting(

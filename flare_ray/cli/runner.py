@@ -210,6 +210,7 @@ class Runner:
             stop_sequences=resolved.stop_sequences,
             top_logprobs=resolved.top_logprobs,
             prompt_logprobs=resolved.prompt_logprobs,
+            grammar=resolved.grammar,
         )
         return Job(prompt, request)
 

@@ -11,6 +11,7 @@ from flare_ray.config.deployment import (
 from flare_ray.config.engine import (
     AdmissionConfig,
     EngineConfig,
+    GrammarConfig,
     PrefixCacheConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -21,6 +22,7 @@ __all__ = [
     "DeploymentConfig",
     "EngineConfig",
     "EngineDeployment",
+    "GrammarConfig",
     "IngressDeployment",
     "PrefixCacheConfig",
     "SamplingConfig",

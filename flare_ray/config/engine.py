@@ -158,6 +158,42 @@ class SamplingConfig(BaseModel, frozen=True, extra="forbid"):
     )
 
 
+class GrammarConfig(BaseModel, frozen=True, extra="forbid"):
+    """Output held to a JSON schema, a regular expression, a grammar or tools (contract: K1)."""
+
+    enabled: bool = Field(
+        True,
+        description="Prepare masked rounds and accept constrained requests; needs the extra "
+        "`grammar`.",
+    )
+    preload: bool = Field(
+        False,
+        description="Load the grammar library and start the compiling process with the engine (400 "
+        "MB of memory) instead of with the first constrained request, which waits some seconds.",
+    )
+    full_width: bool = Field(
+        True,
+        description="Constrained requests take drafts; off = width one, in rounds of their own.",
+    )
+    own_rounds: bool = Field(
+        False,
+        description="Constrained requests never share a round with others. Off = they do, and the "
+        "others wait for the masks too, which costs less than a second round.",
+    )
+    compile_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds one grammar may take to compile; one more is answered 400."
+    )
+    compile_memory_bytes: int = Field(
+        1 << 30, ge=1 << 26, description="Memory that compiling one grammar may take."
+    )
+    max_source_bytes: int = Field(
+        1 << 16, ge=256, description="Largest grammar, schemas of tools included."
+    )
+    cache_bytes: int = Field(
+        1 << 26, ge=1 << 20, description="Compiled grammars kept for reuse; the largest one, too."
+    )
+
+
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     """One engine: a checkpoint served by `tensor_parallel_size` ranks on one node."""
 
@@ -235,6 +271,7 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     sampling: SamplingConfig = Field(
         default_factory=SamplingConfig, description="Reproducible texts and log-probabilities."
     )
+    grammar: GrammarConfig = Field(default_factory=GrammarConfig, description="Constrained output.")
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:

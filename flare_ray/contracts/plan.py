@@ -158,7 +158,7 @@ class LanePlan(msgspec.Struct, frozen=True, array_like=True):
             point mass (S1).
         copy_sources: ProposalSource value per depth, same length as copy_tokens.
         mask_row: first of ceiling + 1 consecutive rows in the round's mask block; -1 =
-            unconstrained (contract: K1).
+            unconstrained (contract: K1). Of a shape with a barrier they are written at the barrier.
     """
 
     slot: int
@@ -238,3 +238,18 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     restores: tuple[SlotRestore, ...] = ()
     captures: tuple[SnapshotSave, ...] = ()
     freed: FreedMemory | None = None
+
+
+class MaskAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The host's answer at a barrier: the masks of a round are in its block now (contract: G5).
+
+    Attributes:
+        limits: per lane, in plan order, how many of its drafts may be verified: what stands before
+            the first one that the grammar forbids, at most the lane's ceiling.
+        copies: per lane, tokens that take the places of its drafts from the start on, -1 = the
+            draft stays; q is a point mass where one is replaced (S1). () = none anywhere.
+    """
+
+    round_id: int
+    limits: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...] = ()

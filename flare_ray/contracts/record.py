@@ -51,6 +51,12 @@ class Status(enum.IntFlag):
     NONFINITE = 8
     """A verified row's logits held no finite maximum; nothing was emitted and the request must end
     with an error."""
+    NO_TOKEN = 16
+    """Masks, bans and bias leave no token at the lane's first row; nothing was emitted."""
+
+
+FAULTS = Status.NONFINITE | Status.NO_TOKEN
+"""A lane with one of them emitted nothing and has ended."""
 
 
 class Flag(enum.IntFlag):
@@ -129,6 +135,17 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     error: str = ""
     scores: tuple[bytes, ...] = ()
     prompt_scores: tuple[bytes, ...] = ()
+
+
+class Proposals(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """What rank 0 sends at a barrier: the drafts of each lane, in plan order (contract: G5).
+
+    A plan without drafts to check has no barrier. The round's reply follows once it is answered.
+    """
+
+    rank: int
+    round_id: int
+    drafts: tuple[tuple[int, ...], ...]
 
 
 def unpack_rows(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import msgspec
 
+from flare_ray.contracts.grammar import GrammarSpec
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling as a user writes it; None means the checkpoint's default (contract: S3).
@@ -13,7 +15,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `logit_bias` pairs token ids with addends; `bad_words` and `stop_token_sequences` are token
     sequences. `reproducible` None leaves it to the deployment whether a `seed` makes the text
     independent of width, batch and drafts (contract: S4, S8). `logprobs` and `prompt_logprobs` ask
-    for log-probabilities with that many alternatives (contract: K4).
+    for log-probabilities with that many alternatives (contract: K4). `grammar` is what the
+    output must match (contract: K1).
     """
 
     temperature: float | None = None
@@ -36,6 +39,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +85,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         stop_token_ids: host-visible stop tokens; hidden from the output like an EOS.
         ignore_eos: the checkpoint's EOS set does not end this request.
         stop_sequences: token sequences that end the output, hidden like a stop string.
+        grammar: what the output must match (contract: K1); None = anything.
         top_logprobs: alternatives reported with every token's log-probability; -1 = neither.
         prompt_logprobs: likewise of every prompt token but the first.
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
@@ -105,3 +110,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     deadline_s: float = 0.0
     cache_salt: str = ""
+    grammar: GrammarSpec | None = None

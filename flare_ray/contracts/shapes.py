@@ -49,6 +49,7 @@ class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
         verify_width: W, target rows per lane.
         packed_capacity: P, physical target rows; 0 = rectangular B x W.
         speculation: True = absorbs and keeps drafter state; False = ordinary family (contract: R6).
+        masked: a round that applies grammar masks (contract: K1).
     """
 
     kind: GraphKind
@@ -58,6 +59,13 @@ class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
     verify_width: int = 1
     packed_capacity: int = 0
     speculation: bool = True
+    masked: bool = False
+
+    @property
+    def has_barrier(self) -> bool:
+        """Whether the program stops between drafts and verification until the host has written the
+        masks behind each draft (contract: G5); without drafts the masks come with the plan."""
+        return self.masked and self.verify_width > 1
 
 
 PROMPT_KINDS = frozenset({GraphKind.PREFILL, GraphKind.SCORED_PREFILL, GraphKind.RESUME})
@@ -97,6 +105,11 @@ def speculative_shapes(
         for width in widths
         if width == 1 or batch * width <= token_capacity
     )
+
+
+def masked_shapes(rounds: Sequence[GraphShape]) -> tuple[GraphShape, ...]:
+    """The masked entry beside each of `rounds` (contract: G2)."""
+    return tuple(msgspec.structs.replace(shape, masked=True) for shape in rounds)
 
 
 def decode_shapes(concurrency: int) -> tuple[GraphShape, ...]:

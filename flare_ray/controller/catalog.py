@@ -20,6 +20,7 @@ class ServedCatalog:
         scored: prefill programs that score their prompt, likewise.
         resume: programs that go on from a whole restored prompt, likewise; () = none prepared.
         rounds: decode or speculative programs; sorted by batch capacity, then width.
+        masked: their masked entries, in the same order; () = none prepared.
         slots: requests served together.
         max_width: largest width of `rounds`.
     """
@@ -30,17 +31,18 @@ class ServedCatalog:
     rounds: tuple[GraphShape, ...]
     slots: int
     max_width: int
+    masked: tuple[GraphShape, ...] = ()
 
     @property
     def max_lanes(self) -> int:
         """Lanes of the largest round."""
         return self.rounds[-1].batch_capacity
 
-    def candidates(self, lanes: int) -> tuple[GraphShape, ...]:
+    def candidates(self, lanes: int, *, masked: bool = False) -> tuple[GraphShape, ...]:
         """For each width the smallest program that holds `lanes` (1 .. max_lanes), width one
         first."""
         by_width: dict[int, GraphShape] = {}
-        for shape in self.rounds:
+        for shape in self.masked if masked else self.rounds:
             if shape.batch_capacity >= lanes:
                 by_width.setdefault(shape.verify_width, shape)
         return tuple(by_width[width] for width in sorted(by_width))
@@ -58,8 +60,14 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
     speculation = _serves_speculative(manifest, config)
     kind = GraphKind.SPECULATIVE if speculation else GraphKind.DECODE
     widths = _widths(manifest, config, kind)
-    rounds = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
-    rounds.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
+    prepared = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
+    prepared.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
+    rounds = [shape for shape in prepared if not shape.masked]
+    masked = tuple(
+        shape
+        for shape in prepared
+        if shape.masked and (config.grammar.full_width or shape.verify_width == 1)
+    )
     prefill = _prompts(manifest, GraphKind.PREFILL, speculation)
     scored = _prompts(manifest, GraphKind.SCORED_PREFILL, speculation)
     resume = _prompts(manifest, GraphKind.RESUME, speculation)
@@ -77,7 +85,7 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
         )
     slots = min(manifest.slots, config.concurrency)
     max_width = max(shape.verify_width for shape in rounds)
-    return ServedCatalog(prefill, scored, resume, tuple(rounds), slots, max_width)
+    return ServedCatalog(prefill, scored, resume, tuple(rounds), slots, max_width, masked)
 
 
 def _prompts(

@@ -3,11 +3,14 @@
 Turns: when both prompts and decoding requests have work, prefill and rounds alternate; so neither
 waits longer than one program of the other. Prompts take turns among themselves, a chunk each, so a
 long prompt delays a short one by one chunk at a time. Decoding requests all share the round; if
-there are more than a round has lanes, those that waited longest go first.
+there are more than a round has lanes, those that waited longest go first. Constrained requests
+share rounds with the others, which are masked rounds then, or have rounds of their own in turn with
+theirs (`grammar.own_rounds`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.plan import (
@@ -29,6 +32,7 @@ from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
 from flare_ray.controller.catalog import ServedCatalog
+from flare_ray.controller.grammar.masks import MaskWriter, OpenMasks
 from flare_ray.controller.live import LiveRequest, Phase, Unanswered
 from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
@@ -71,6 +75,7 @@ class SubmittedRound:
 class _Chunks:
     """Parts of a prefill's plan as its lanes are added."""
 
+    masks: OpenMasks
     inits: list[SlotInit] = field(default_factory=list)
     restores: list[SlotRestore] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
@@ -78,6 +83,21 @@ class _Chunks:
     saves: list[SnapshotSave] = field(default_factory=list)
     captures: list[Capture] = field(default_factory=list)
     most_pages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRules:
+    """What a planner holds to.
+
+    Attributes:
+        eos_ids: the checkpoint's terminal tokens.
+        eager: programs cost what their lanes use, not what they were captured for.
+        own_rounds: constrained requests never share a round with others.
+    """
+
+    eos_ids: tuple[int, ...]
+    eager: bool
+    own_rounds: bool
 
 
 class Planner:
@@ -89,16 +109,18 @@ class Planner:
         catalog: ServedCatalog,
         policy: VerificationPolicy,
         *,
-        eos_ids: tuple[int, ...],
-        eager: bool,
+        masks: MaskWriter,
+        rules: PlanRules,
     ) -> None:
         self._admission = admission
         self._snapshots = admission.snapshots
         self._growth = Growth(admission)
         self._catalog = catalog
         self._policy = policy
-        self._eos_ids = eos_ids
-        self._eager = eager
+        self._eos_ids = rules.eos_ids
+        self._eager = rules.eager
+        self._own_rounds = rules.own_rounds
+        self._masks = masks
         self._next_round = 0
         self._prefill_was_last = False
         self._last_round_of: dict[int, int] = {}
@@ -106,7 +128,7 @@ class Planner:
 
     def next_round(self, now_ns: int) -> SubmittedRound | None:
         """The next program, or None if nobody has work for one."""
-        decoding = [live for live in self._admission.running.values() if live.may_decode]
+        decoding = self._decoding(self._admission.running.values())
         # May preempt, also those whose prompt has work.
         decoding = self._growth.cover(
             decoding, lambda live: live.consumed_bound + self._ceiling(live) + 1
@@ -126,6 +148,24 @@ class Planner:
         self._next_round += 1
         return SubmittedRound(plan, lanes, decision, now_ns, captures)
 
+    def _decoding(self, running: Iterable[LiveRequest]) -> list[LiveRequest]:
+        """Requests of the coming round.
+
+        While a shared masked round is unanswered none is queued behind it: without its constrained
+        lanes it would cost nearly as much and take them half as far.
+        """
+        decoding = [live for live in running if live.may_decode]
+        if not self._own_rounds:
+            return [] if any(live.awaits_masks for live in running) else decoding
+        mine = [live for live in decoding if live.matcher is not None]
+        others = [live for live in decoding if live.matcher is None]
+        if not mine or not others:
+            return decoding
+        return min(mine, others, key=lambda group: min(map(self._last_round, group)))
+
+    def _last_round(self, live: LiveRequest) -> int:
+        return self._last_round_of.get(live.uid, -1)
+
     def forget(self, live: LiveRequest) -> None:
         """The request has ended."""
         self._policy.forget(live.uid)
@@ -143,7 +183,7 @@ class Planner:
         shape = self._resume_shape(len(whole)) if whole else self._chunk_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
-        work = _Chunks()
+        work = _Chunks(self._masks.open(self._next_round))
         for index, live in enumerate(chosen):
             self._plan_chunk(live, index, shape, work)
         plan = RoundPlan(
@@ -153,6 +193,8 @@ class Planner:
             grants=tuple(work.grants),
             prefill=tuple(work.lanes),
             context_pages=work.most_pages,
+            mask_block=work.masks.name,
+            mask_rows=work.masks.num_rows,
             saves=self._snapshots.take_saves(),
             restores=tuple(work.restores),
             captures=tuple(work.saves),
@@ -181,8 +223,12 @@ class Planner:
         tokens = tuple(live.chain.tokens[start:end])
         pending = live.pending if final else -1
         behind = -1 if final else live.chain.tokens[end]
-        lane = PrefillLane(live.slot, live.epoch, start, tokens, final, pending, next_token=behind)
-        work.lanes.append(lane)
+        row = work.masks.take(live, 1, filled=True) if final and pending < 0 else -1
+        work.lanes.append(
+            PrefillLane(
+                live.slot, live.epoch, start, tokens, final, pending, row, next_token=behind
+            )
+        )
         captured = self._snapshots.capture(live, end)
         if captured is not None:
             save, snapshot = captured
@@ -260,7 +306,7 @@ class Planner:
 
     def _plan_round(self, decoding: list[LiveRequest]) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
         if len(decoding) > self._catalog.max_lanes:
-            decoding.sort(key=lambda live: self._last_round_of.get(live.uid, -1))
+            decoding.sort(key=self._last_round)
             del decoding[self._catalog.max_lanes :]
         ceilings = [self._ceiling(live) for live in decoding]
         cohort = Cohort(
@@ -269,7 +315,10 @@ class Planner:
                 for live, ceiling in zip(decoding, ceilings, strict=True)
             )
         )
-        shape = self._policy.choose(cohort, self._catalog.candidates(len(decoding)))
+        masked = any(live.matcher is not None for live in decoding)
+        candidates = self._catalog.candidates(len(decoding), masked=masked)
+        shape = self._policy.choose(cohort, candidates)
+        masks = self._masks.open(self._next_round)
         freed = self._freed()
         grants: list[PageGrant] = []
         lanes = []
@@ -279,7 +328,8 @@ class Planner:
             bound = live.consumed_bound
             self._grant(live, bound + drafts + 1, grants)
             most_tokens = max(most_tokens, bound + shape.verify_width)
-            lanes.append(LanePlan(live.slot, live.epoch, drafts))
+            row = masks.take(live, drafts + 1, filled=not shape.has_barrier)
+            lanes.append(LanePlan(live.slot, live.epoch, drafts, mask_row=row))
             live.in_flight.append(Unanswered(drafts + 1, 1))
             self._last_round_of[live.uid] = self._next_round
         plan = RoundPlan(
@@ -288,6 +338,8 @@ class Planner:
             grants=tuple(grants),
             lanes=tuple(lanes),
             context_pages=min(pages_for(most_tokens), self._table_pages),
+            mask_block=masks.name,
+            mask_rows=masks.num_rows,
             saves=self._snapshots.take_saves(),
             freed=freed,
         )

@@ -71,6 +71,8 @@ class Harvester:
                 f"round {record.round_id}: slot {live.slot} answers for request {record.uid} epoch "
                 f"{record.epoch}, expected {live.uid} epoch {live.epoch}"
             )
+        if record.status & Status.NO_TOKEN:
+            return self._no_token(live, now_ns)
         if record.status & Status.NONFINITE:
             return Failed(
                 live.request.request_id,
@@ -95,6 +97,9 @@ class Harvester:
             return None
         if live.request.top_logprobs >= 0:
             live.scores.extend(unpack_scores(record.scores, len(record.tokens)))
+        if live.matcher is not None:
+            for token in record.tokens:
+                live.matcher.commit(token)
         before = live.stops.generated_tokens
         visible = live.stops.push(record.tokens)
         live.chain.tokens.extend(record.tokens)
@@ -123,3 +128,23 @@ class Harvester:
         live.prompt_scores.extend(scores[known:])
         if not live.scores_prompt:
             self._publisher.prompt_scored(live)
+
+    def _no_token(self, live: LiveRequest, now_ns: int) -> End | Failed:
+        """The end of a request whose bans and grammar have left no token.
+
+        Where its grammar may end only a ban of the terminal tokens (min_tokens, a bias) was in the
+        way: the output is whole, and the grammar's end goes first.
+        """
+        if live.matcher is not None and live.matcher.can_end:
+            visible = live.stops.finish()
+            self._publisher.visible(live, visible, now_ns)
+            assert visible.end is not None
+            return visible.end
+        return Failed(
+            live.request.request_id,
+            "invalid_request_error",
+            f"after {live.generated_tokens} tokens no token is left: logit_bias, bad_words, "
+            "min_tokens and the grammar, taken together, forbid them all; loosen one of them",
+            status=400,
+            emitted=live.emitted,
+        )

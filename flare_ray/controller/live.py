@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.controller.grammar.matcher import GrammarMatcher
 from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.prefix import Snapshot
 from flare_ray.controller.stops import OutputStops
@@ -19,11 +20,13 @@ from flare_ray.controller.stops import OutputStops
 class Phase(enum.Enum):
     """Where a request stands.
 
+    A constrained one begins in COMPILING: it waits for its grammar, in no queue (contract: K1).
     WAITING -> PREFILL -> DECODE -> ENDED; an end may come from any of them. From PREFILL and DECODE
     a request may be PREEMPTED, and so back to WAITING. An ended or preempted request keeps slot and
     pages until the rounds that reference it have been harvested (contract: T7).
     """
 
+    COMPILING = enum.auto()
     WAITING = enum.auto()
     PREFILL = enum.auto()
     DECODE = enum.auto()
@@ -75,6 +78,7 @@ class LiveRequest:
         emitted: some output has been made visible.
         prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
+        matcher: its place in its grammar, committed tokens taken; None = unconstrained.
     """
 
     request: GenerationRequest
@@ -113,6 +117,7 @@ class LiveRequest:
     emitted: bool = False
     scores: deque[TokenScore] = field(default_factory=deque)
     prompt_scores: list[TokenScore] = field(default_factory=list)
+    matcher: GrammarMatcher | None = None
 
     def __post_init__(self) -> None:
         self.prefill_length = len(self.request.prompt_tokens)
@@ -153,8 +158,19 @@ class LiveRequest:
 
     @property
     def may_decode(self) -> bool:
-        """Whether a further round may find it alive."""
+        """Whether a further round may find it alive.
+
+        A constrained request is never in two queued programs: its masks follow from the tokens of
+        the last one (contract: K1).
+        """
+        if self.matcher is not None and self.in_flight:
+            return False
         return self.phase is Phase.DECODE and self.budget_bound > 0
+
+    @property
+    def awaits_masks(self) -> bool:
+        """Constrained, and in an unanswered round."""
+        return self.matcher is not None and any(p.consumes for p in self.in_flight)
 
     @property
     def reads_output(self) -> bool:

@@ -17,7 +17,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -25,30 +24,33 @@ import msgspec
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed
-from flare_ray.contracts.plan import MAX_EOS_IDS
+from flare_ray.contracts.record import Proposals
 from flare_ray.contracts.request import GenerationRequest
-from flare_ray.controller.admission import Admission, AdmissionLimits
+from flare_ray.controller.admission import Admission
 from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.cohort import Planner, SubmittedRound
+from flare_ray.controller.grammar.gate import GrammarGate, Outcome
+from flare_ray.controller.grammar.masks import MaskWriter
+from flare_ray.controller.grammar.matcher import GrammarService
 from flare_ray.controller.harvest import Harvester
+from flare_ray.controller.intake import Intake, IntakePorts
 from flare_ray.controller.integrity import request_problems
-from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.freed import FreedSince
 from flare_ray.controller.paging.pool import PagePool
+from flare_ray.controller.parts import (
+    admission_limits,
+    check_settings,
+    plan_rules,
+    verification_policy,
+)
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import OutputStops
-from flare_ray.controller.verification import (
-    LoggedPolicy,
-    Opened,
-    VerificationPolicy,
-    policy_of,
-)
 from flare_ray.errors import (
-    ConfigError,
     ContractViolation,
     InvalidRequest,
     Overloaded,
@@ -121,20 +123,9 @@ class Controller:
         token_bytes: Sequence[bytes],
         recorder: Recorder,
     ) -> None:
-        if config.speculation.history_drafts:
-            raise ConfigError("speculation.history_drafts: no recipe offers copied drafts yet")
-        if len(manifest.eos_ids) > MAX_EOS_IDS:
-            raise ConfigError(
-                f"the checkpoint has {len(manifest.eos_ids)} terminal tokens, a slot holds at most "
-                f"{MAX_EOS_IDS}"
-            )
-        if len(token_bytes) < manifest.vocab_size:
-            raise ConfigError(
-                f"token_bytes covers {len(token_bytes)} of {manifest.vocab_size} token ids; build "
-                "it with the model's vocabulary size"
-            )
+        check_settings(manifest, config, token_bytes)
         catalog = serve_selection(manifest, config)
-        limits = _limits(manifest, config, catalog.max_width)
+        limits = admission_limits(manifest, config, catalog.max_width)
         self._clock = recorder.clock
         self._channel = channel
         self._queue_depth = config.queue_depth
@@ -147,16 +138,25 @@ class Controller:
         self.cache = PrefixCache(manifest, config, self._pool, channel, clock=recorder.clock)
         self._snapshots = self.cache.snapshots
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
-        self._policy = _policy(config, catalog.max_width)
-        eager = config.eager or manifest.device == "cpu"
+        self._policy = verification_policy(config, catalog.max_width)
+        self._masks = MaskWriter()
+        rules = plan_rules(manifest, config)
         self._planner = Planner(
-            self._admission, catalog, self._policy, eos_ids=manifest.eos_ids, eager=eager
+            self._admission, catalog, self._policy, masks=self._masks, rules=rules
         )
         self._publisher = Publisher(output, recorder)
         self._meters = Meters(recorder, self._admission, self.cache)
         self._harvester = Harvester(self._publisher, self._policy, self._meters, self._snapshots)
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
+        self._gate = GrammarGate(most=limits.max_waiting, retry_after_s=limits.retry_after_s)
+        self._intake = Intake(
+            self._requests,
+            IntakePorts(self._admission, self._publisher, self._gate),
+            admit=self._admit,
+            forget=self._forget_id,
+            deliver=self._deliver_grammar,
+        )
         self._deadlines: list[tuple[int, int, str]] = []
         self._next_uid = 1
         self._rounds = 0
@@ -169,6 +169,15 @@ class Controller:
         self._live_ids: set[str] = set()
         self._stopping: Literal["", "drain", "now"] = ""
         self._fatal: RankFailure | ContractViolation | None = None
+
+    def use_grammars(self, service: GrammarService | None, why: str) -> None:
+        """Take constrained requests, or say why not; before the loop runs.
+
+        Args:
+            service: None = they are refused, `why` says what to change.
+        """
+        self._gate.use(service, why)
+        self._masks.service = service
 
     # Any thread.
 
@@ -282,7 +291,9 @@ class Controller:
         self._check_when_idle()
         idle = not self._in_flight
         result = self._channel.receive(self._wait_s(timeout_s))
-        if result is not None:
+        if isinstance(result, Proposals):
+            self._answer_barrier(result)
+        elif result is not None:
             self._harvest(result)
         # Work that follows a harvest at once pays for the host's time since then.
         self._idle = idle
@@ -296,6 +307,8 @@ class Controller:
             acted = True
             if command.request is not None:
                 self._accept(command.request, command.arrival_ns)
+            elif command.compiled is not None:
+                self._intake.take_grammar(*command.compiled)
             elif (live := self._requests.get(command.request_id)) is not None:
                 self._end_failed(live, "cancelled", CLIENT_GONE, "the request was cancelled")
         return acted
@@ -306,20 +319,16 @@ class Controller:
         chain = TokenChain(request.prompt_tokens, request.cache_salt)
         live = LiveRequest(request, self._next_uid, arrival_ns, deadline_ns, stops, chain)
         self._next_uid += 1
-        try:
-            self._admission.enqueue(live)
-        except (InvalidRequest, Overloaded) as refusal:
-            self._forget_id(live)
-            self._publisher.refused(live, _refusal(request, refusal))
-            return
         if not self._requests:
             self._last_progress_ns = self._clock()
-        self._requests[request.request_id] = live
-        if deadline_ns:
+        if self._intake.accept(live) and deadline_ns:
             heapq.heappush(self._deadlines, (deadline_ns, live.uid, request.request_id))
-        self._publisher.admitted(live)
-        # At once, so that the queue's bound counts only those who really wait.
-        self._admit()
+
+    def _deliver_grammar(self, live: LiveRequest, outcome: Outcome) -> None:
+        """Hand a compiled grammar over to the loop; any thread."""
+        with self._lock:
+            self._commands.append(_Command(live.request.request_id, None, 0, (live, outcome)))
+        self._channel.wake()
 
     def _expire(self) -> None:
         """End requests whose deadline has passed."""
@@ -349,6 +358,14 @@ class Controller:
             submitted = True
         return submitted
 
+    def _answer_barrier(self, proposals: Proposals) -> None:
+        """The drafts of a masked round are known: write the masks behind them."""
+        planned = self._in_flight[0] if self._in_flight else None
+        if planned is None or planned.plan.round_id != proposals.round_id:
+            raise ContractViolation(f"round {proposals.round_id} is at a barrier, out of order")
+        self._channel.answer(self._masks.answer(planned.plan, planned.lanes, proposals))
+        self._meters.grammar_drafts(self._masks.cut_drafts, self._masks.forced_drafts)
+
     def _harvest(self, result: RoundResult) -> None:
         if not self._in_flight:
             raise ContractViolation(f"round {result.round_id} was answered, none is in flight")
@@ -371,7 +388,11 @@ class Controller:
         failure = Failed(
             live.request.request_id, code, message, status=status, emitted=live.emitted
         )
-        self._publisher.failed(live, failure)
+        self._intake.leave(live)
+        if live.phase is Phase.COMPILING:
+            self._publisher.refused(live, failure)
+        else:
+            self._publisher.failed(live, failure)
         self._release(live)
 
     def _release(self, live: LiveRequest) -> None:
@@ -448,48 +469,9 @@ class Controller:
 
 
 class _Command(msgspec.Struct, frozen=True):
-    """A request to accept, or (request None) an id to cancel."""
+    """A request to accept, a grammar that was compiled, or (neither) an id to cancel."""
 
     request_id: str
     request: GenerationRequest | None
     arrival_ns: int
-
-
-def _limits(manifest: PreparedManifest, config: EngineConfig, max_width: int) -> AdmissionLimits:
-    context_tokens = min(manifest.context_tokens, config.context_tokens)
-    max_prompt_tokens = config.admission.max_prompt_tokens
-    if max_prompt_tokens is None or max_prompt_tokens >= context_tokens:
-        max_prompt_tokens = context_tokens - 1
-    return AdmissionLimits(
-        context_tokens=context_tokens,
-        max_prompt_tokens=max_prompt_tokens,
-        vocab_size=manifest.vocab_size,
-        max_waiting=config.admission.max_waiting,
-        retry_after_s=config.admission.retry_after_s,
-        preempts=config.admission.preemption,
-        slack_tokens=(config.queue_depth - 1) * (max_width - 1),
-    )
-
-
-def _policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
-    settings = config.speculation
-    width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
-    opened = Opened(fixed_width=width, objective=settings.objective)
-    policy = policy_of(opened)
-    if settings.decision_log is None:
-        return policy
-    return LoggedPolicy(policy, Path(settings.decision_log), opened)
-
-
-def _refusal(request: GenerationRequest, error: InvalidRequest | Overloaded) -> Failed:
-    if isinstance(error, Overloaded):
-        return Failed(
-            request.request_id,
-            "overloaded",
-            str(error),
-            status=error.status,
-            retry_after_s=error.retry_after_s,
-        )
-    return Failed(
-        request.request_id, error.code, str(error), status=error.status, param=error.param
-    )
+    compiled: tuple[LiveRequest, Outcome] | None = None

@@ -113,6 +113,8 @@ class Meters:
         self._drafts = recorder.counter(names.SPEC_DRAFTS)
         self._draft_tokens = recorder.counter(names.SPEC_DRAFT_TOKENS)
         self._accepted = recorder.counter(names.SPEC_ACCEPTED_TOKENS)
+        self._cut = recorder.counter(names.SPEC_CUT_TOKENS)
+        self._forced = recorder.counter(names.SPEC_FORCED_TOKENS)
         self._accepted_at: list[Counter] = []
         self._emitted = recorder.counter(names.SPEC_EMITTED)
         self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
@@ -166,6 +168,11 @@ class Meters:
         if planned.decision is not None and planned.decision.expected_ns:
             self._measured_emitted.add(sum(lane.emitted for lane in result.lanes))
             self._measured_seconds.add(cost_ns / _NS)
+
+    def grammar_drafts(self, cut: int, forced: int) -> None:
+        """Drafts that grammars have cut and put in their places, since the start."""
+        self._cut.add(cut - self._cut.value)
+        self._forced.add(forced - self._forced.value)
 
     def sample(self) -> None:
         """Gauges, and the CPU time of this thread since the last call."""

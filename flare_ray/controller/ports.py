@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from flare_ray.contracts.messages import StreamItem
-from flare_ray.contracts.plan import RoundPlan
-from flare_ray.contracts.record import LaneRecord
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
+from flare_ray.contracts.record import LaneRecord, Proposals
 from flare_ray.contracts.tiers import TierOrder, TierOutcome
 
 
@@ -42,12 +42,20 @@ class RankChannel(Protocol):
             RankFailure: a rank is gone.
         """
 
+    def answer(self, answer: MaskAnswer) -> None:
+        """Let the ranks go on from a barrier: its masks are written (contract: G5).
+
+        Raises:
+            RankFailure: a rank is gone.
+        """
+
     def take_outcomes(self) -> tuple[TierOutcome, ...]:
         """Orders that every rank has reported since the last call; never blocks."""
 
-    def receive(self, timeout_s: float) -> RoundResult | None:
-        """The oldest unanswered round once all ranks have answered it; None after `timeout_s`, or
-        when an order's outcome can be taken.
+    def receive(self, timeout_s: float) -> RoundResult | Proposals | None:
+        """The oldest unanswered round once all ranks have answered it, or the drafts at its
+        barrier, which `answer` must follow; None after `timeout_s`, or when an order's outcome can
+        be taken.
 
         Raises:
             RankFailure: a rank died, answered an error, or checksums differ (contract: S6).

@@ -39,6 +39,15 @@ class Publisher:
         """Clock reading at which the next heartbeat is due."""
         return self._next_heartbeat_ns
 
+    def expects(self, live: LiveRequest) -> None:
+        """A request waits beside the queue: its consumer gets heartbeats, nothing else."""
+        address = live.request.reply_to
+        self._open[address] = self._open.get(address, 0) + 1
+
+    def expects_no_more(self, live: LiveRequest) -> None:
+        """It waits no longer."""
+        self._close(live)
+
     def admitted(self, live: LiveRequest) -> None:
         """First item of an accepted request."""
         address = live.request.reply_to

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.contracts.manifest import SamplingDefaults
 from flare_ray.contracts.plan import (
     ALWAYS,
@@ -53,6 +54,7 @@ class ResolvedSampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int = -1
     prompt_logprobs: int = -1
+    grammar: GrammarSpec | None = None
 
 
 def resolve(
@@ -92,6 +94,7 @@ def resolve(
         stop_sequences=_stop_sequences(params.stop_token_sequences, vocab_size),
         top_logprobs=_alternatives("logprobs", params.logprobs),
         prompt_logprobs=_alternatives("prompt_logprobs", params.prompt_logprobs),
+        grammar=_grammar(params),
     )
 
 
@@ -178,6 +181,16 @@ def seen_bits(tokens: Sequence[int], vocab_size: int) -> bytes:
     for token in set(tokens):
         bits[token >> 3] |= 1 << (token & 7)
     return bytes(bits)
+
+
+def _grammar(params: SamplingParams) -> GrammarSpec | None:
+    if params.grammar is not None and params.ignore_eos:
+        raise InvalidRequest(
+            "ignore_eos cannot be combined with a grammar, whose end is the output's end; leave "
+            "one of them out",
+            param="ignore_eos",
+        )
+    return params.grammar
 
 
 def _penalty(param: str, value: float) -> float:

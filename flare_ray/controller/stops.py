@@ -171,6 +171,12 @@ class OutputStops:
             return Visible(tuple(text), 0, end)
         return Visible(self._release(everything=end is not None), 0, end)
 
+    def finish(self) -> Visible:
+        """The end of an output that is whole though nothing ended it: what is held becomes
+        visible."""
+        end = End("stop", self.generated_tokens)
+        return Visible(self._release(everything=True), 0, end)
+
     def _through_budget(self, tokens: Sequence[int]) -> Sequence[int]:
         return tokens[: self._max_tokens - self.generated_tokens]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from flare_ray.contracts.manifest import PreparedManifest
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.record import Field, RoundReply
 from flare_ray.contracts.tiers import TierOrder, TierReport
 from flare_ray.device.graphs.eager import EagerBackend
@@ -34,6 +34,9 @@ from flare_ray.device.state.staging import Staging
 from flare_ray.device.state.store import StateStore
 from flare_ray.errors import ContractViolation
 from flare_ray.recipes.declaration import Drafter, StateSpec, Target
+
+Barrier = Callable[[int, tuple[tuple[int, ...], ...]], MaskAnswer]
+"""(round, drafts by lane) -> the host's answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +112,16 @@ class RankExecutor:
         with torch.inference_mode():
             self.backend.warm()
 
-    def execute(self, plan: RoundPlan, masks: np.ndarray | None = None) -> RoundReply:
+    def execute(
+        self, plan: RoundPlan, masks: np.ndarray | None = None, barrier: Barrier | None = None
+    ) -> RoundReply:
         """Run one plan to completion.
 
         Args:
-            masks: [mask_rows, ceil(V / 32)] int32 grammar rows that the plan's lanes point into.
+            masks: [mask_rows, ceil(V / 32)] int32 grammar rows that the plan's lanes point into;
+                read behind the barrier where the shape has one.
+            barrier: called with the drafts of each lane, answers once `masks` holds the rows behind
+                them; None = they hold for all drafts already (a log is replayed, a test).
         Returns:
             The reply; rows on rank 0 only, the checksum on every rank.
         Raises:
@@ -127,12 +135,13 @@ class RankExecutor:
             self._hand_over(plan)
             program.prepare(plan, masks, self._bounds(plan))
             started = time.perf_counter_ns()
+            waited = self._pass_barrier(program, plan, masks, barrier)
             program.replay()
             for capture in plan.captures:
                 self.store.save(capture)
             lanes = len(plan.lanes) or len(plan.prefill)
             frame, rows = self._frames.transfer(program.record[:lanes])
-            elapsed = time.perf_counter_ns() - started
+            elapsed = time.perf_counter_ns() - started - waited
             checksum = stamp_checksums(rows)
             values = rows.tolist()
             scores = self._scores(plan, program, values)
@@ -172,6 +181,33 @@ class RankExecutor:
         """End the staging threads after what they were given; idempotent."""
         if self.staging is not None:
             self.staging.stop()
+
+    def _pass_barrier(
+        self,
+        program: Program,
+        plan: RoundPlan,
+        masks: np.ndarray | None,
+        barrier: Barrier | None,
+    ) -> int:
+        """First part of a masked round and the host's answer to it; nanoseconds of the waiting."""
+        if not plan.shape.has_barrier:
+            return 0
+        if masks is None:
+            raise ContractViolation(f"round {plan.round_id}: a masked round without a mask block")
+        drafts = program.draft()[: len(plan.lanes)].tolist()
+        started = time.perf_counter_ns()
+        if barrier is None:
+            answer = MaskAnswer(plan.round_id, tuple(lane.ceiling for lane in plan.lanes))
+        else:
+            answer = barrier(plan.round_id, tuple(map(tuple, drafts)))
+        if answer.round_id != plan.round_id or len(answer.limits) != len(plan.lanes):
+            raise ContractViolation(
+                f"round {plan.round_id} of {len(plan.lanes)} lanes got the masks of round "
+                f"{answer.round_id} for {len(answer.limits)} lanes"
+            )
+        waited = time.perf_counter_ns() - started
+        program.constrain(plan, masks, answer)
+        return waited
 
     def check_integrity(self) -> None:
         """Compare request state with its invariants and with the ledger; synchronises, for tests

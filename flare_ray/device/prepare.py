@@ -277,6 +277,7 @@ def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) 
         token_capacity=settings.token_capacity,
         resume=config.prefix_cache.enabled,
         block=recipe.speculation.block,
+        masked=config.grammar.enabled,
     )
 
 

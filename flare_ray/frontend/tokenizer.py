@@ -50,7 +50,7 @@ class TextCodec:
         self._tokenizer = _load(file)
         known = load_token_bytes(file)
         table = list(known.table)
-        for tag in _tags(chat):
+        for tag in chat.tags:
             token = self._tokenizer.token_to_id(tag)
             if token is not None and token in known.special_ids:
                 table[token] = tag.encode()
@@ -165,19 +165,3 @@ def _unchanged(tokenizer: Tokenizer) -> None:
     """A file may carry the padding and truncation of its training run; neither applies here."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
-
-
-def _tags(chat: ChatFormat) -> tuple[str, ...]:
-    tags = (
-        chat.reasoning_open,
-        chat.reasoning_close,
-        chat.tool_block_open,
-        chat.tool_block_close,
-        chat.tool_open,
-        chat.tool_close,
-        chat.arg_key_open,
-        chat.arg_key_close,
-        chat.arg_value_open,
-        chat.arg_value_close,
-    )
-    return tuple(tag for tag in tags if tag)

@@ -20,7 +20,10 @@ class Turn:
     def __init__(self, settings: ApiSettings, prepared: Prepared) -> None:
         self._detokenizer = IncrementalDetokenizer(settings.codec.token_bytes)
         self._parser = ChatParser(
-            settings.chat, tools=prepared.tools, inside_reasoning=prepared.inside_reasoning
+            settings.chat,
+            tools=prepared.tools,
+            inside_reasoning=prepared.inside_reasoning,
+            data_answer=prepared.data_answer,
         )
         self.reasoning_tokens = 0
         self._undecided_tokens = 0

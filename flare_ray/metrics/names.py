@@ -179,6 +179,16 @@ SPEC_DRAFT_TOKENS = Series(
     "Drafts offered to verification.",
     alias="vllm:spec_decode_num_draft_tokens",
 )
+SPEC_CUT_TOKENS = Series(
+    "flare_spec_decode_num_grammar_cut_tokens",
+    Kind.COUNTER,
+    "Drafts that a grammar forbade before verification; neither offered nor rejected.",
+)
+SPEC_FORCED_TOKENS = Series(
+    "flare_spec_decode_num_grammar_forced_tokens",
+    Kind.COUNTER,
+    "Drafts that a grammar's forced text put in the places of cut ones.",
+)
 SPEC_ACCEPTED_TOKENS = Series(
     "flare_spec_decode_num_accepted_tokens",
     Kind.COUNTER,

@@ -301,6 +301,23 @@ class ChatFormat:
     reasoning_efforts: tuple[str, ...] = ()
     template: str = ""
 
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Every tag the family has."""
+        tags = (
+            self.reasoning_open,
+            self.reasoning_close,
+            self.tool_block_open,
+            self.tool_block_close,
+            self.tool_open,
+            self.tool_close,
+            self.arg_key_open,
+            self.arg_key_close,
+            self.arg_value_open,
+            self.arg_value_close,
+        )
+        return tuple(tag for tag in tags if tag)
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:

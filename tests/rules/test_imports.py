@@ -78,7 +78,7 @@ COLLECTIVE_ROOMS = ("flare_ray.device.parallel",)
 KERNEL_LIBRARIES = ("flashinfer", "fla", "triton", "numba", "xgrammar")
 KERNEL_ROOMS = ("flare_ray.device.ops", "flare_ray.device.sampling", "flare_ray.actors.grammar")
 # Files that are a library's adapter: they import it at the top and are themselves imported on use.
-ADAPTER_FILES = {"flashinfer.py", "fla.py", "triton.py", "numba.py", "grammar.py"}
+ADAPTER_FILES = {"flashinfer.py", "fla.py", "triton.py", "numba.py", "xgrammar.py"}
 HEAVY = ("torch", "ray", "transformers", *KERNEL_LIBRARIES)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flare_ray.contracts.plan import MAX_SHARED_PAGES, SlotRestore, SnapshotSave
-from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.contracts.record import FAULTS, LaneRecord, Status
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.paging.chain import Key
@@ -287,7 +287,7 @@ class Snapshots:
         """Publish what a prefill's chunks left, before its requests give pages back."""
         for capture in captures:
             live, record, snapshot = lanes[capture.lane], records[capture.lane], capture.snapshot
-            ran = record.status & Status.ACTIVE and not record.status & Status.NONFINITE
+            ran = record.status & Status.ACTIVE and not record.status & FAULTS
             if ran and record.consumed == snapshot.tokens:
                 self._publish(live, snapshot)
             else:

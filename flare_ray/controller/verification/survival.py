@@ -28,7 +28,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.contracts.record import FAULTS, LaneRecord, Status
 from flare_ray.contracts.shapes import MAX_WIDTH
 from flare_ray.controller.verification.policy import CohortLane, ProposalSource
 
@@ -64,7 +64,7 @@ FEW_LANES = 4
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-_FATE = int(Status.ACTIVE | Status.NONFINITE)
+_FATE = int(Status.ACTIVE | FAULTS)
 _LIVED = int(Status.ACTIVE)
 _DEPTHS: Ints = np.arange(MAX_DRAFTS)
 

@@ -15,6 +15,7 @@ from flare_ray.contracts.shapes import (
     GraphKind,
     GraphShape,
     decode_shapes,
+    masked_shapes,
     prefill_shapes,
     resume_shapes,
     scored_shape,
@@ -47,6 +48,7 @@ class CatalogOptions:
         token_capacity: largest B * W of a wide round.
         resume: prepare programs that go on from a snapshot.
         block: wide rounds draft the maximum whatever they verify.
+        masked: prepare a masked entry beside every round (contract: G2).
     """
 
     concurrency: int
@@ -57,6 +59,7 @@ class CatalogOptions:
     token_capacity: int
     resume: bool = False
     block: bool = False
+    masked: bool = False
 
 
 def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
@@ -68,6 +71,8 @@ def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
         )
     if options.ordinary:
         shapes += decode_shapes(options.concurrency)
+    if options.masked:
+        shapes += masked_shapes(shapes)
     families = [True] * options.speculative + [False] * options.ordinary
     for speculation in families:
         shapes += prefill_shapes(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.contracts.manifest import PreparedManifest
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.record import RECORD_FIELDS
 from flare_ray.contracts.shapes import PROMPT_KINDS, GraphKind, GraphShape
 from flare_ray.device.graphs.catalog import lane_input_shape, scratch_sizes, shape_problem
@@ -31,7 +31,14 @@ from flare_ray.device.speculation.inputs import (
 )
 from flare_ray.device.speculation.prefill import PrefillScratch, run_prefill, run_resume
 from flare_ray.device.speculation.record import write_idle_record
-from flare_ray.device.speculation.round import Model, RoundScratch, run_round
+from flare_ray.device.speculation.round import (
+    Drafted,
+    Model,
+    RoundScratch,
+    draft_round,
+    run_round,
+    verify_round,
+)
 from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 
@@ -121,11 +128,13 @@ class EagerRound:
         self._scratch = RoundScratch(arena.q_rows(shape), self.record, positions, self.scores)
         self._columns = model.store.limits.table_columns
         self._facts: HostFacts | None = None
+        self._drafted: Drafted | None = None
 
     def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """See `Program`."""
-        masked = masks is not None and any(lane.mask_row >= 0 for lane in plan.lanes)
-        self._inputs.fill(plan, masks if masked else None)
+        masked = self.shape.masked
+        self._inputs.fill(plan, masks if masked and not self.shape.has_barrier else None)
+        self._drafted = None
         self._facts = HostFacts(
             context_pages=bounds.context_pages,
             rows=self.shape.verify_width,
@@ -136,14 +145,34 @@ class EagerRound:
             publishes=bounds.publishes,
         )
 
+    def draft(self) -> Tensor:
+        """See `Program`."""
+        if self._facts is None:
+            raise ContractViolation("drafts before prepare")
+        drafted = draft_round(self._model, self.shape, self._inputs, self._scratch, self._facts)
+        self._drafted = drafted
+        return drafted.candidates.drafts
+
+    def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
+        """See `Program`."""
+        if self._drafted is None:
+            raise ContractViolation("a barrier was answered before its drafts were made")
+        self._inputs.constrain(plan, masks, answer)
+        self._drafted.barrier_copies = bool(answer.copies)
+
     def replay(self) -> None:
         """See `Program`."""
         if self._facts is None:
             raise ContractViolation("replay before prepare")
-        if self._is_idle():
+        if self.shape.has_barrier:
+            if self._drafted is None:
+                raise ContractViolation("a masked round was verified without its drafts")
+            verify_round(self._model, self.shape, self._inputs, self._scratch, self._drafted)
+            self._drafted = None
+        elif self._is_idle():
             write_idle_record(self.record, self._inputs.lanes)
-            return
-        self._run(self._facts)
+        else:
+            run_round(self._model, self.shape, self._inputs, self._scratch, self._facts)
 
     def _is_idle(self) -> bool:
         """Whether no lane would run: all requests of a round queued behind their last one have
@@ -157,15 +186,14 @@ class EagerRound:
         live = held[:, Core.PHASE] == Phase.READY.value
         return not (live & (held[:, Core.EPOCH] == planned[:, LaneField.EPOCH])).any()
 
-    def _run(self, facts: HostFacts) -> None:
-        run_round(self._model, self.shape, self._inputs, self._scratch, facts)
-
     def warm(self) -> None:
         """See `Program`."""
         self._inputs.clear()
-        columns = min(WARM_PAGES, self._columns)
-        copies = self.shape.draft_tokens > 0
-        self._run(HostFacts(columns, self.shape.verify_width, True, copies, True, ALL_FILTERS))
+        shape, columns = self.shape, min(WARM_PAGES, self._columns)
+        facts = HostFacts(
+            columns, shape.verify_width, shape.masked, shape.draft_tokens > 0, True, ALL_FILTERS
+        )
+        run_round(self._model, shape, self._inputs, self._scratch, facts)
 
 
 class EagerPrefill:
@@ -216,6 +244,14 @@ class EagerPrefill:
         self._facts = HostFacts(columns, self.shape.token_capacity, True, False, True, ALL_FILTERS)
         self.replay()
         self._facts = None
+
+    def draft(self) -> Tensor:
+        """See `Program`; a prompt has no drafts."""
+        raise ContractViolation("a prefill has no barrier")
+
+    def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
+        """See `Program`."""
+        raise ContractViolation("a prefill has no barrier")
 
 
 class EagerBackend:

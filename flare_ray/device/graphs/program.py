@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.shapes import GraphShape
 from flare_ray.device.speculation.inputs import LaneBounds
 
@@ -32,12 +32,23 @@ class Program(Protocol):
         """Copy a checked plan into the static inputs: one copy per buffer.
 
         Args:
-            masks: [rows, words] int32 grammar rows, None where no lane is constrained.
+            masks: [rows, words] int32 grammar rows, None where no lane is constrained; not read
+                where the shape has a barrier.
             bounds: what the lanes' slots hold, as far as the host knows.
         """
 
+    def draft(self) -> Tensor:
+        """First part of a shape with a barrier: its drafts [B, W - 1] int64."""
+
+    def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
+        """Copy in what the host answered to the drafts; `replay` is the second part then.
+
+        Args:
+            masks: [rows, words] int32, written now.
+        """
+
     def replay(self) -> None:
-        """Run the program on what `prepare` left; returns when its work is enqueued."""
+        """Run the program, or what a barrier has left of it; returns when its work is enqueued."""
 
     def warm(self) -> None:
         """Run it once on padded lanes only, which changes no slot."""

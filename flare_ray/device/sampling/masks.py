@@ -14,17 +14,20 @@ def mask_words(vocab_size: int) -> int:
     return (vocab_size + WORD_BITS - 1) // WORD_BITS
 
 
-def apply_token_mask(logits: Tensor, mask: Tensor, masked: Tensor) -> Tensor:
-    """Set the logits of forbidden tokens to -inf in masked lanes.
+def allowed_tokens(mask: Tensor, masked: Tensor, vocabulary: int) -> Tensor:
+    """Tokens that rows allow.
 
     Args:
-        logits: [B, W, V] float32.
         mask: [B, W, ceil(V / 32)] int32; bit v % 32 of word v // 32 set = token v allowed.
-        masked: [B] bool; other lanes are left alone whatever their mask rows hold.
+        masked: [B] bool; other lanes allow everything, whatever their mask rows hold.
     Returns:
-        [B, W, V] float32.
+        [B, W, V] bool.
     """
-    vocabulary = logits.shape[-1]
     shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int32)
     allowed = ((mask.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :vocabulary].bool()
-    return torch.where(allowed | ~masked.view(-1, 1, 1), logits, float("-inf"))
+    return allowed | ~masked.view(-1, 1, 1)
+
+
+def apply_token_mask(logits: Tensor, mask: Tensor, masked: Tensor) -> Tensor:
+    """Logits [B, W, V] float32 with those of forbidden tokens at -inf; see `allowed_tokens`."""
+    return torch.where(allowed_tokens(mask, masked, logits.shape[-1]), logits, float("-inf"))

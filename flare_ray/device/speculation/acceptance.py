@@ -24,12 +24,15 @@ class Verdict:
         tokens: [B, W] int64: accepted drafts, then the target sample at index a; undefined after.
         healthy: [B] bool: every verified row's logits had a finite maximum.
         scored: [B, W, V] float32, what log-probabilities are taken from.
+        exhausted: [B] bool: unhealthy only because bans and mask leave row 0 no token; None where
+            that cannot be.
     """
 
     accepted: Tensor
     tokens: Tensor
     healthy: Tensor
     scored: Tensor
+    exhausted: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -40,9 +43,46 @@ class MaskRows:
     lanes: Tensor
 
 
-def healthy_lanes(logits: Tensor, valid: Tensor) -> Tensor:
-    """[B] bool: no valid row of logits [B, W, V] lacks a finite maximum (NaN counts as none)."""
-    return (torch.isfinite(logits.amax(-1)) | ~valid).all(-1)
+@dataclass(slots=True)
+class RowHealth:
+    """Whether rows can be sampled from.
+
+    Attributes:
+        logits: [B, W, V] float32; rows without a token are flat, so that nothing NaN comes of them.
+        healthy: [B] bool, as in `Verdict`.
+        exhausted: [B] bool or None, as in `Verdict`.
+        usable: [B] int64, drafts in front of the first row without a token; None = all of them.
+    """
+
+    logits: Tensor
+    healthy: Tensor
+    exhausted: Tensor | None = None
+    usable: Tensor | None = None
+
+
+def row_health(logits: Tensor, valid: Tensor, *, may_exhaust: bool) -> RowHealth:
+    """Look at every row's largest logit.
+
+    A row that bans and mask leave no token is no fault of the model. Behind drafts it only ends the
+    drafts a lane offers, as width one would meet it only after emitting them; in front, the lane
+    has no token left.
+
+    Args:
+        logits: [B, W, V] float32, masked; NaN and +inf are the model's faults.
+        valid: [B, W] bool.
+        may_exhaust: host-known: rows without a token are possible.
+    """
+    highest = logits.amax(-1)
+    finite = torch.isfinite(highest)
+    if not may_exhaust:
+        return RowHealth(logits, (finite | ~valid).all(-1))
+    empty = torch.isneginf(highest)
+    rows = torch.arange(logits.shape[1], device=logits.device)
+    first = torch.where(empty & valid, rows, logits.shape[1]).amin(1)
+    exhausted = first == 0
+    healthy = (finite | empty | ~valid).all(-1) & ~exhausted
+    flat = torch.where(empty.unsqueeze(-1), 0.0, logits)
+    return RowHealth(flat, healthy, exhausted, (first - 1).clamp_(min=0))
 
 
 def accept_chain(

@@ -58,6 +58,7 @@ class Transition:
         pending: [B] int64, pending token afterwards.
         ended_eos / healthy: [B] bool.
         completed: [B] bool, a pending token exists afterwards (False while a prompt is filling).
+        exhausted: [B] bool, unhealthy lanes that have no token left; None where that cannot be.
     """
 
     emitted: Tensor
@@ -67,6 +68,7 @@ class Transition:
     ended_eos: Tensor
     healthy: Tensor
     completed: Tensor
+    exhausted: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -93,10 +95,13 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     generated = lanes.field(Core.GENERATED) + move.emitted
     budget = lanes.field(Core.BUDGET) - move.emitted
     spent = (budget <= 0) & move.completed
+    faults = ~move.healthy * Status.NONFINITE.value
+    if move.exhausted is not None:
+        faults = torch.where(move.exhausted, Status.NO_TOKEN.value, faults)
     status = lanes.active * (
         (move.ended_eos & moved) * Status.EOS.value
         + (spent & moved) * Status.LENGTH.value
-        + ~move.healthy * Status.NONFINITE.value
+        + faults
         + Status.ACTIVE.value
     )
     going_on = torch.where(move.completed, Phase.READY.value, Phase.FILLING.value)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.contracts.plan import RoundPlan
+from flare_ray.contracts.plan import LanePlan, MaskAnswer, RoundPlan
 
 ABSENT = -1
 
@@ -135,6 +135,12 @@ class HostFacts:
     filters: FilterBounds
     publishes: bool = True
 
+    @property
+    def may_exhaust(self) -> bool:
+        """Whether a row can be left without a token: by bans, with or without a mask. A mask alone
+        always allows one."""
+        return self.filters.max_rules > 0 or self.filters.max_bad_words > 0
+
 
 class RoundInputs:
     """Inputs of a decode or speculative program of one shape, views of shared arenas.
@@ -176,11 +182,29 @@ class RoundInputs:
             row = (lane.slot, lane.epoch, plan.round_id, masked, lane.ceiling, *lane.copy_tokens)
             host[index, : len(row)] = row
             if masks is not None and masked:
-                rows = lane.ceiling + 1
-                self._masks.host[index, :rows] = masks[lane.mask_row : lane.mask_row + rows]
+                self._copy_masks(index, lane, lane.ceiling, masks)
         self._lanes.upload()
         if masks is not None:
             self._masks.upload()
+
+    def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
+        """Copy in what the host answered at the barrier: masks, ceilings, replaced drafts."""
+        host = self._lanes.host
+        for index, (lane, limit) in enumerate(zip(plan.lanes, answer.limits, strict=True)):
+            host[index, LaneField.CEILING] = min(limit, lane.ceiling)
+            if lane.mask_row >= 0:
+                host[index, LaneField.MASKED] = 1
+                self._copy_masks(index, lane, limit, masks)
+        if answer.copies:
+            host[:, LaneField.COPIES :] = ABSENT
+            for index, copies in enumerate(answer.copies):
+                host[index, LaneField.COPIES : LaneField.COPIES + len(copies)] = copies
+        self._lanes.upload()
+        self._masks.upload()
+
+    def _copy_masks(self, index: int, lane: LanePlan, drafts: int, masks: np.ndarray) -> None:
+        rows = drafts + 1
+        self._masks.host[index, :rows] = masks[lane.mask_row : lane.mask_row + rows]
 
 
 class PrefillInputs:

@@ -25,8 +25,8 @@ from flare_ray.device.sampling.philox import uniforms
 from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
     MaskRows,
-    healthy_lanes,
     masked_logits,
+    row_health,
     sample_rows,
     scored_logits,
 )
@@ -70,6 +70,7 @@ class FirstToken:
 
     token: [B] int64 pending from now on; final (the prompt has ended), sampled, healthy: [B] bool;
     scored: [B, 1, V] what log-probabilities are taken from.
+    exhausted: as in `Verdict`.
     """
 
     token: Tensor
@@ -77,6 +78,7 @@ class FirstToken:
     sampled: Tensor
     healthy: Tensor
     scored: Tensor
+    exhausted: Tensor | None = None
 
 
 def run_prefill(
@@ -227,15 +229,15 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     adjusted = adjusted_logits(chunk.output.logits, rows, model.store.request, facts.filters)
     logits = masked_logits(adjusted, masks)
     sampled = final & (given < 0)
-    healthy = healthy_lanes(logits, sampled.unsqueeze(1))
+    health = row_health(logits, sampled.unsqueeze(1), may_exhaust=facts.may_exhaust)
     consumed = lanes.field(Core.CONSUMED) + rows.lengths
     offset = (consumed - 1).clamp_(min=0) * OFFSET_STRIDE
     draws = uniforms(lanes.core[:, KEYS][:, RngDomain.SAMPLE], offset, 1)[:, 0]
     coupling = coupling_of(lanes, (consumed - 1).clamp_(min=0))
-    drawn = sample_rows(logits, params=lanes.params, draws=draws, coupling=coupling)
+    drawn = sample_rows(health.logits, params=lanes.params, draws=draws, coupling=coupling)
     token = torch.where(sampled, drawn, given.clamp(min=0))
-    scored = scored_logits(chunk.output.logits, logits, lanes.params, facts.filters)
-    return FirstToken(token, final, sampled, healthy, scored)
+    scored = scored_logits(chunk.output.logits, health.logits, lanes.params, facts.filters)
+    return FirstToken(token, final, sampled, health.healthy, scored, health.exhausted)
 
 
 def _account(model: Model, scratch: PrefillScratch, chunk: _Chunk, first: FirstToken) -> None:
@@ -270,6 +272,7 @@ def _finish(
             ended_eos=is_eos & final,
             healthy=first.healthy,
             completed=final,
+            exhausted=first.exhausted,
         ),
         keeps_pairs=shape.speculation,
     )

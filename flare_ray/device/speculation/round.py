@@ -11,6 +11,9 @@ than budget - 1 could never be emitted beside the target sample, so they are not
 and the pages a lane touches never reach beyond prompt plus budget. A packed round verifies P rows
 in all; within those bounds the drafter's forecasts assign them (packing.py).
 
+A masked round of drafts is the same program in two parts (contract: G5): after 1. the host reads
+the drafts, writes the mask behind each and says how many of them may be verified.
+
 A width-one round of the speculative family is the same program without 1.'s proposals and 3.'s
 chain; the ordinary family also leaves out every drafter step (contract: R6, C6).
 """
@@ -24,16 +27,16 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphShape
+from flare_ray.device.sampling.masks import allowed_tokens
 from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
-    MaskRows,
     Verdict,
     accept_chain,
-    healthy_lanes,
-    masked_logits,
+    row_health,
     sample_rows,
     scored_logits,
 )
+from flare_ray.device.speculation.barrier import Candidates, obey_barrier
 from flare_ray.device.speculation.commit import (
     Outcome,
     Transition,
@@ -84,31 +87,58 @@ class RoundScratch:
 
 
 @dataclass(slots=True)
-class Candidates:
-    """Stage 1's result: drafts [B, W - 1] int64, offered [B] int64 K, copies [B, D] int64 or
-    None."""
+class Drafted:
+    """What stage 1 hands over.
 
-    drafts: Tensor
-    offered: Tensor
-    copies: Tensor | None
+    Attributes:
+        barrier_copies: host-known: the answer at the barrier replaces drafts.
+    """
+
+    stage: _Stage
+    candidates: Candidates
+    barrier_copies: bool = False
 
 
 def run_round(
     model: Model, shape: GraphShape, inputs: RoundInputs, scratch: RoundScratch, facts: HostFacts
 ) -> None:
     """Execute one decode or speculative round on static buffers."""
+    drafted = draft_round(model, shape, inputs, scratch, facts)
+    verify_round(model, shape, inputs, scratch, drafted)
+
+
+def draft_round(
+    model: Model, shape: GraphShape, inputs: RoundInputs, scratch: RoundScratch, facts: HostFacts
+) -> Drafted:
+    """Stage 1 alone. What it returns is read by `verify_round` of the same execution; two captured
+    parts share a pool, in which it stays alive."""
     planned = inputs.lanes
     wanted = Planned(planned[:, LaneField.SLOT], planned[:, LaneField.EPOCH])
     lanes = open_lanes(model.store.request, wanted, Phase.READY, facts)
     draws = round_draws(lanes, shape.draft_tokens)
-    candidates = _draft(model, shape, inputs, scratch, _Stage(lanes, draws, facts))
+    stage = _Stage(lanes, draws, facts)
+    return Drafted(stage, _draft(model, shape, inputs, scratch, stage))
+
+
+def verify_round(
+    model: Model, shape: GraphShape, inputs: RoundInputs, scratch: RoundScratch, drafted: Drafted
+) -> None:
+    """Stages 2 to 4, behind the barrier where there is one."""
+    planned, stage, candidates = inputs.lanes, drafted.stage, drafted.candidates
+    lanes, facts = stage.lanes, stage.facts
+    allowed = None
+    if facts.masked:
+        constrained = planned[:, LaneField.MASKED] > 0
+        allowed = allowed_tokens(inputs.masks, constrained, scratch.q.shape[-1])
+    if allowed is not None and shape.has_barrier:
+        obey_barrier(candidates, planned, scratch.q, allowed, copies=drafted.barrier_copies)
     rows = _verify_rows(lanes, candidates, scratch.positions)
     if shape.packed_capacity:
         output = packed_forward(model.target, rows, model.store, capacity=shape.packed_capacity)
     else:
         output = model.target.forward(rows, model.store.groups)
-    work = _Verification(rows, candidates, lanes, draws, facts)
-    verdict = _accept(model, output, inputs, scratch, work)
+    work = _Verification(rows, candidates, lanes, stage.draws, facts, allowed)
+    verdict = _accept(model, output, scratch, work)
     outcome, emitted = _commit(model, shape, lanes, _Verified(rows, output, verdict))
     if facts.filters.max_top_logprobs >= 0:
         top = facts.filters.max_top_logprobs
@@ -134,6 +164,7 @@ class _Verification:
     lanes: Lanes
     draws: Draws
     facts: HostFacts
+    allowed: Tensor | None
 
 
 @dataclass(slots=True)
@@ -210,24 +241,24 @@ def _verify_rows(lanes: Lanes, candidates: Candidates, offsets: Tensor) -> Rows:
 def _accept(
     model: Model,
     output: TargetOutput,
-    inputs: RoundInputs,
     scratch: RoundScratch,
     work: _Verification,
 ) -> Verdict:
     """Stage 3."""
-    masks = None
-    if work.facts.masked:
-        masks = MaskRows(inputs.masks, inputs.lanes[:, LaneField.MASKED] > 0)
-    adjusted = adjusted_logits(output.logits, work.rows, model.store.request, work.facts.filters)
-    logits = masked_logits(adjusted, masks)
-    healthy = healthy_lanes(logits, work.rows.valid)
-    params, width = work.lanes.params, logits.shape[1]
+    logits = adjusted_logits(output.logits, work.rows, model.store.request, work.facts.filters)
+    if work.allowed is not None:
+        logits = torch.where(work.allowed, logits, float("-inf"))
+    health = row_health(logits, work.rows.valid, may_exhaust=work.facts.may_exhaust)
+    logits, params, width = health.logits, work.lanes.params, logits.shape[1]
+    if health.usable is not None:
+        work.candidates.offered = torch.minimum(work.candidates.offered, health.usable)
     scored = scored_logits(output.logits, logits, params, work.facts.filters)
     if width == 1:
         token = sample_rows(
             logits, params=params, draws=work.draws.sample[:, 0], coupling=work.draws.coupling
         )
-        return Verdict(torch.zeros_like(token), token.unsqueeze(1), healthy, scored)
+        none = torch.zeros_like(token)
+        return Verdict(none, token.unsqueeze(1), health.healthy, scored, health.exhausted)
     verdict = accept_chain(
         logits,
         scratch.q[:, : width - 1],
@@ -236,7 +267,8 @@ def _accept(
         params=params,
         draws=work.draws,
     )
-    verdict.healthy, verdict.scored = healthy, scored
+    verdict.healthy, verdict.exhausted = health.healthy, health.exhausted
+    verdict.scored = scored
     return verdict
 
 
@@ -263,6 +295,7 @@ def _commit(
             ended_eos=ended_eos,
             healthy=verdict.healthy,
             completed=lanes.active,
+            exhausted=verdict.exhausted,
         ),
         keeps_pairs=shape.speculation,
     )

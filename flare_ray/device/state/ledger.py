@@ -32,7 +32,7 @@ from flare_ray.device.state.snapshot_ledger import SnapshotLedger
 from flare_ray.errors import ContractViolation
 
 ACTIVE = Status.ACTIVE.value
-ENDING = (Status.EOS | Status.LENGTH | Status.NONFINITE).value
+ENDING = (Status.EOS | Status.LENGTH | Status.NONFINITE | Status.NO_TOKEN).value
 NEVER = -1
 
 
@@ -184,6 +184,8 @@ class SlotLedger:
             else:
                 yield from self._chunk_problems(lane, view, plan.shape, limit)
             yield from _mask_problems(lane, mask_rows)
+        if plan.shape.masked != any(lane.mask_row >= 0 for lane in plan.lanes):
+            yield f"constrained lanes belong into masked rounds and no other, got {plan.shape}"
 
     def _is_slot(self, slot: int) -> bool:
         return 0 <= slot < len(self._slots)

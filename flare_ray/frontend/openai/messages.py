@@ -69,7 +69,7 @@ class _Function(_Closed):
     name: str = Field(pattern=FUNCTION_NAME_PATTERN)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: bool | None = None
 
 
 class _Tool(_Closed):
@@ -101,8 +101,7 @@ def normalise_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Function declarations, as written but for nulls.
 
     Raises:
-        InvalidRequest: a tool is not a function, is named twice, or asks for `strict` arguments,
-            which need constrained output.
+        InvalidRequest: a tool is not a function, or is named twice.
     """
     declared: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
@@ -115,30 +114,6 @@ def normalise_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
             )
         declared.append(parsed.model_dump(exclude_none=True))
     return declared
-
-
-def calls_enabled(tool_choice: Any, tools: Sequence[Any], parallel: bool | None) -> bool:
-    """Whether the model is shown the tools and its calls are parsed.
-
-    Raises:
-        InvalidRequest: a forced call, or a single one, which need constrained output.
-    """
-    if tool_choice not in (None, "auto", "none"):
-        raise InvalidRequest(
-            f"tool_choice {_short(tool_choice)} is not supported by this server; send auto or none",
-            param="tool_choice",
-            code="unsupported_parameter",
-        )
-    if tool_choice == "auto" and not tools:
-        raise InvalidRequest("tool_choice is only allowed together with tools", param="tool_choice")
-    enabled = bool(tools) and tool_choice != "none"
-    if enabled and parallel is False:
-        raise InvalidRequest(
-            "parallel_tool_calls: false is not supported by this server; leave it out or send true",
-            param="parallel_tool_calls",
-            code="unsupported_parameter",
-        )
-    return enabled
 
 
 def _normalise(message: Any, path: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 from flare_ray.errors import InvalidRequest
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "prediction": (),
     "modalities": (["text"],),
     "audio": (),
@@ -39,11 +38,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": ([],),
-    "guided_grammar": (),
     "documents": ([],),
     "chat_template": (),
 }

@@ -11,14 +11,21 @@ from typing import Any
 
 import msgspec
 
+from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.contracts.plan import MAX_BAD_WORDS
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.sampling import resolve
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
-from flare_ray.frontend.openai.messages import calls_enabled, normalise_messages, normalise_tools
+from flare_ray.frontend.openai.messages import normalise_messages, normalise_tools
 from flare_ray.frontend.openai.requests import ChatBody, CompletionBody, parse_body
+from flare_ray.frontend.openai.structured import (
+    ChatPrompt,
+    answer_source,
+    chat_grammar,
+    tool_use,
+)
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.rng import choice_seed
 
@@ -49,6 +56,7 @@ class Prepared:
         include_usage: end the stream with a usage chunk.
         tools: parameter schema by function name; None = calls are not parsed.
         inside_reasoning: the prompt ends inside reasoning.
+        data_answer: an answer that does not begin with a call is data: tags in it are text.
         user: the client's own name for its end user, for the log.
         priority / cache_salt: as the client asked; its key may allow others.
     """
@@ -60,6 +68,7 @@ class Prepared:
     include_usage: bool
     tools: Mapping[str, Mapping[str, Any]] | None = None
     inside_reasoning: bool = False
+    data_answer: bool = False
     logprobs: bool = False
     choices_per_prompt: int = 1
     user: str | None = None
@@ -88,7 +97,8 @@ async def prepare_chat(
     chat = parse_body(ChatBody, body)
     messages = normalise_messages(chat.messages)
     declared = normalise_tools(chat.tools)
-    enabled = calls_enabled(chat.tool_choice, declared, chat.parallel_tool_calls)
+    use = tool_use(chat.tool_choice, declared)
+    enabled = use.shown
     if enabled and not settings.chat.tool_open:
         raise InvalidRequest(
             "tools: this model has no tool calls; leave tools out, or send tool_choice: none",
@@ -104,10 +114,20 @@ async def prepare_chat(
     budget_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     response_id = f"chatcmpl-{unique_id}"
     banned = await _banned(settings, chat)
-    names = _Names(response_id, budget, budget_name, "messages", banned)
+    inside_reasoning = settings.chat.prompt_opens_reasoning and rendered.rstrip().endswith(
+        settings.chat.reasoning_open
+    )
+    source = answer_source(chat)
+    grammar = chat_grammar(
+        source,
+        declared,
+        use,
+        parallel=chat.parallel_tool_calls is not False,
+        prompt=ChatPrompt(settings.chat, inside_reasoning),
+    )
+    names = _Names(response_id, budget, budget_name, "messages", banned, grammar)
     choices = chat.choices()
     requests = _spread(_generation(chat, info, tokens, names), choices)
-    opening = settings.chat.reasoning_open
     return Prepared(
         response_id=response_id,
         requests=requests,
@@ -117,8 +137,8 @@ async def prepare_chat(
         stream=bool(chat.stream),
         include_usage=chat.wants_usage,
         tools=_schemas(declared) if enabled else None,
-        inside_reasoning=settings.chat.prompt_opens_reasoning
-        and rendered.rstrip().endswith(opening),
+        inside_reasoning=inside_reasoning,
+        data_answer=source is not None,
         user=chat.user,
         priority=chat.priority,
         cache_salt=chat.cache_salt,
@@ -144,6 +164,8 @@ async def prepare_completion(
     )
     response_id = f"cmpl-{unique_id}"
     banned = await _banned(settings, completion)
+    source = answer_source(completion)
+    grammar = None if source is None else GrammarSpec(kind=source.kind, source=source.source)
     choices = completion.choices(len(prompts))
     requests: list[GenerationRequest] = []
     for i, tokens in enumerate(token_lists):
@@ -152,7 +174,7 @@ async def prepare_completion(
         request_id = response_id if len(token_lists) == 1 else f"{response_id}-{i}"
         # A budget of nothing still has every other parameter checked, with a budget of one.
         budget = 1 if completion.max_tokens == 0 else completion.max_tokens
-        names = _Names(request_id, budget, "max_tokens", path, banned)
+        names = _Names(request_id, budget, "max_tokens", path, banned, grammar)
         requests += _spread(_generation(completion, info, tokens, names), choices)
     scored = any(request.prompt_logprobs >= 0 for request in requests)
     echoes = [_echo(settings, *pair) for pair in zip(prompts, token_lists, strict=True)]
@@ -274,6 +296,7 @@ class _Names:
     budget: str
     prompt: str
     bad_words: tuple[tuple[int, ...], ...]
+    grammar: GrammarSpec | None = None
 
 
 async def _banned(
@@ -319,7 +342,7 @@ def _generation(
         )
     try:
         resolved = resolve(
-            body.sampling_params(names.max_tokens, names.bad_words),
+            body.sampling_params(names.max_tokens, names.bad_words, names.grammar),
             info.sampling_defaults,
             vocab_size=info.vocab_size,
             prompt_tokens=len(tokens),
@@ -342,6 +365,7 @@ def _generation(
         stop_sequences=resolved.stop_sequences,
         top_logprobs=body.alternatives(),
         prompt_logprobs=_scored(body),
+        grammar=resolved.grammar,
     )
 
 

@@ -10,10 +10,12 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.contracts.request import SamplingParams
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.openai.parameters import drop_neutral
+from flare_ray.frontend.openai.structured import ResponseFormat, StructuredOutputs
 
 MAX_LISTED_PROBLEMS = 5
 MAX_CHOICES = 64
@@ -58,6 +60,12 @@ class _GenerationBody(_Model):
     bad_words: list[str] | None = None
     reproducible: bool | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512)
@@ -112,12 +120,16 @@ class _GenerationBody(_Model):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def sampling_params(
-        self, max_tokens: int | None, bad_words: tuple[tuple[int, ...], ...] = ()
+        self,
+        max_tokens: int | None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        grammar: GrammarSpec | None = None,
     ) -> SamplingParams:
         """The sampling part, as written.
 
         Args:
             bad_words: the words of the same name as token sequences.
+            grammar: what the fields of structured output come to.
         """
         return SamplingParams(
             temperature=self.temperature,
@@ -139,6 +151,7 @@ class _GenerationBody(_Model):
             reproducible=self.reproducible,
             stop_token_sequences=tuple(map(tuple, self.stop_token_sequences or ())),
             prompt_logprobs=self.prompt_logprobs,
+            grammar=grammar,
         )
 
 

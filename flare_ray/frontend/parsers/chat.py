@@ -53,6 +53,8 @@ class ChatParser:
         tools: parameter schema (JSON schema, maybe empty) by function name; None = calls are not
             looked for, their text is content.
         inside_reasoning: the prompt already opened reasoning.
+        data_answer: content is one document that may quote tags: calls are looked for only in front
+            of it.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ChatParser:
         *,
         tools: Mapping[str, Mapping[str, Any]] | None,
         inside_reasoning: bool,
+        data_answer: bool = False,
     ) -> None:
         self._chat = chat
         self._scan_calls = tools is not None and bool(chat.tool_open)
@@ -70,6 +73,7 @@ class ChatParser:
         self._layout = ""
         self._before_calls = _State.CONTENT
         self.num_calls = 0
+        self._data_answer = data_answer
         if inside_reasoning:
             self._state = _State.REASONING
         else:
@@ -115,6 +119,7 @@ class ChatParser:
             return self._scan_call(events)
         if self._state is _State.BLOCK:
             return self._scan_block(events)
+        self._leave_calls()
         at, tag = find_first(self._buffer, self._watched())
         if at < 0:
             keep = held_back(self._buffer, self._watched())
@@ -153,6 +158,15 @@ class ChatParser:
         self._emit(events, self._layout)
         self._layout = ""
         return True
+
+    def _leave_calls(self) -> None:
+        """Once a document has begun, nothing in it is a call."""
+        if not self._data_answer or self._state is not _State.CONTENT:
+            return
+        begun = self._buffer.lstrip()
+        opening = tuple(filter(None, (self._chat.tool_open, self._chat.tool_block_open)))
+        if begun and not begun.startswith(opening) and not could_begin(begun, opening):
+            self._scan_calls = False
 
     def _leave_start(self) -> bool:
         """Decide whether the answer opens with reasoning; white space before the tag is layout."""

@@ -59,6 +59,7 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
             widths=setup.widths,
             token_capacity=setup.token_capacity,
             resume=setup.snapshot_rows > 0,
+            masked=True,
         )
     )
     pool = setup.pool_tokens or setup.slots * setup.context_tokens
@@ -168,13 +169,16 @@ class Driver:
         self._uids = itertools.count(1000)
         self._free = list(range(self.manifest.num_pages - 1, 0, -1))
 
-    def shape(self, kind: GraphKind, batch: int, width: int, speculation: bool) -> GraphShape:
+    def shape(
+        self, kind: GraphKind, batch: int, width: int, speculation: bool, *, masked: bool = False
+    ) -> GraphShape:
         """The smallest prepared shape that holds `batch` lanes."""
         return next(
             s
             for s in self.manifest.shapes
             if s.kind == kind
             and s.batch_capacity >= batch
+            and s.masked == masked
             and s.speculation == speculation
             and (kind == GraphKind.PREFILL or s.verify_width == width)
         )
@@ -283,7 +287,7 @@ class Driver:
     ) -> tuple[LaneRecord, ...]:
         """One decode or speculative round over `requests` in lane order."""
         kind = GraphKind.SPECULATIVE if speculation else GraphKind.DECODE
-        shape = self.shape(kind, len(requests), width, speculation)
+        shape = self.shape(kind, len(requests), width, speculation, masked=masks is not None)
         if lanes is None:
             lanes = [LanePlan(r.slot, r.epoch, width - 1) for r in requests]
         plan = RoundPlan(

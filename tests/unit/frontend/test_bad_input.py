@@ -133,13 +133,21 @@ def test_unknown_model_is_404(api, call, stream):
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]},
             "tools[0].function.strict",
         ),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "tool_choice",
+        ),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"tools": [TOOL], "parallel_tool_calls": 0}, "parallel_tool_calls"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"reasoning_effort": "medium"}, "reasoning_effort"),
         ({"chat_template_kwargs": {"nonsense": 1}}, "chat_template_kwargs.nonsense"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
@@ -178,7 +186,6 @@ def test_parameter_that_is_not_built_is_refused_by_name_and_its_neutral_values_a
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("prediction", {"type": "content", "content": "x"}),
         ("modalities", ["text", "audio"]),
     ],

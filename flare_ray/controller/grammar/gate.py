@@ -1,0 +1,78 @@
+"""Requests that wait for their grammar: beside the queue, in nobody's way (contract: C1, K1).
+
+A request comes here first if it has a grammar. It is admitted to the queue once the grammar is
+compiled, and refused with the reason if it is not; until then it holds no place, slot or page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.controller.grammar.matcher import CompiledGrammar, GrammarService
+from flare_ray.controller.live import LiveRequest
+from flare_ray.errors import InvalidRequest, Overloaded
+
+Outcome = CompiledGrammar | InvalidRequest | Overloaded
+PARAM = "response_format"
+
+
+def unavailable(manifest: PreparedManifest, *, enabled: bool, installed: bool) -> str:
+    """Why an engine takes no constrained requests, and what to change; "" if it does."""
+    if not enabled:
+        return "this engine was started with grammar.enabled: false"
+    if not any(shape.masked for shape in manifest.shapes):
+        return "this engine was prepared without masked rounds; prepare it with grammar.enabled"
+    if not manifest.eos_ids:
+        return "the checkpoint declares no terminal token, so that no constrained output could end"
+    if not installed:
+        return "xgrammar is not installed on the engine's host; install flare-ray[grammar]"
+    return ""
+
+
+class GrammarGate:
+    """Counts those who wait and hands them on.
+
+    Args:
+        most: requests that may wait here.
+    """
+
+    def __init__(self, *, most: int, retry_after_s: float) -> None:
+        self._service: GrammarService | None = None
+        self._why = "this engine has none"
+        self._most = most
+        self._retry_after_s = retry_after_s
+        self._waiting: set[int] = set()
+
+    def use(self, service: GrammarService | None, why: str) -> None:
+        """Compile with `service`; None = no constrained request is taken, for the reason `why`."""
+        self._service, self._why = service, why
+
+    def enter(self, live: LiveRequest, deliver: Callable[[LiveRequest, Outcome], None]) -> None:
+        """Start compiling the grammar of `live`.
+
+        Args:
+            deliver: called once with the outcome, by any thread, maybe at once.
+        Raises:
+            InvalidRequest: constrained requests are not taken.
+            Overloaded: too many wait here.
+        """
+        grammar = live.request.grammar
+        if self._service is None or grammar is None:
+            raise InvalidRequest(
+                f"structured output is not available: {self._why}",
+                param=PARAM,
+                code="unsupported_parameter",
+            )
+        if len(self._waiting) >= self._most:
+            raise Overloaded(
+                f"{len(self._waiting)} requests are waiting for their grammars, at most "
+                f"{self._most} may; retry in {self._retry_after_s:g} s",
+                retry_after_s=self._retry_after_s,
+            )
+        self._waiting.add(live.uid)
+        self._service.compile(grammar, lambda outcome: deliver(live, outcome))
+
+    def leave(self, live: LiveRequest) -> None:
+        """`live` waits no longer, whatever the reason."""
+        self._waiting.discard(live.uid)

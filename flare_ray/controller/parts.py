@@ -1,0 +1,80 @@
+"""Parts of a controller, made from what was prepared and what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from flare_ray.config import EngineConfig
+from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.plan import MAX_EOS_IDS
+from flare_ray.controller.admission import AdmissionLimits
+from flare_ray.controller.cohort import PlanRules
+from flare_ray.controller.verification import (
+    LoggedPolicy,
+    Opened,
+    VerificationPolicy,
+    policy_of,
+)
+from flare_ray.errors import ConfigError
+
+
+def check_settings(
+    manifest: PreparedManifest, config: EngineConfig, token_bytes: Sequence[bytes]
+) -> None:
+    """Refuse what no controller can serve.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    if config.speculation.history_drafts:
+        raise ConfigError("speculation.history_drafts: no recipe offers copied drafts yet")
+    if len(manifest.eos_ids) > MAX_EOS_IDS:
+        raise ConfigError(
+            f"the checkpoint has {len(manifest.eos_ids)} terminal tokens, a slot holds at most "
+            f"{MAX_EOS_IDS}"
+        )
+    if len(token_bytes) < manifest.vocab_size:
+        raise ConfigError(
+            f"token_bytes covers {len(token_bytes)} of {manifest.vocab_size} token ids; build "
+            "it with the model's vocabulary size"
+        )
+
+
+def admission_limits(
+    manifest: PreparedManifest, config: EngineConfig, max_width: int
+) -> AdmissionLimits:
+    """What requests are held against."""
+    context_tokens = min(manifest.context_tokens, config.context_tokens)
+    max_prompt_tokens = config.admission.max_prompt_tokens
+    if max_prompt_tokens is None or max_prompt_tokens >= context_tokens:
+        max_prompt_tokens = context_tokens - 1
+    return AdmissionLimits(
+        context_tokens=context_tokens,
+        max_prompt_tokens=max_prompt_tokens,
+        vocab_size=manifest.vocab_size,
+        max_waiting=config.admission.max_waiting,
+        retry_after_s=config.admission.retry_after_s,
+        preempts=config.admission.preemption,
+        slack_tokens=(config.queue_depth - 1) * (max_width - 1),
+    )
+
+
+def verification_policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
+    """How widths are chosen, and where decisions are logged."""
+    settings = config.speculation
+    width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
+    opened = Opened(fixed_width=width, objective=settings.objective)
+    policy = policy_of(opened)
+    if settings.decision_log is None:
+        return policy
+    return LoggedPolicy(policy, Path(settings.decision_log), opened)
+
+
+def plan_rules(manifest: PreparedManifest, config: EngineConfig) -> PlanRules:
+    """What plans hold to."""
+    return PlanRules(
+        eos_ids=manifest.eos_ids,
+        eager=config.eager or manifest.device == "cpu",
+        own_rounds=config.grammar.own_rounds or not config.grammar.full_width,
+    )
