@@ -183,10 +183,10 @@ BAD = {
     "unknown_parameter": (CHAT, {"messages": HELLO, "tempature": 1}, 400, None, "tempature"),
     "unbuilt_parameter": (
         CHAT,
-        {"messages": HELLO, "response_format": {"type": "json_object"}},
+        {"messages": HELLO, "modalities": ["text", "audio"]},
         400,
         "unsupported_parameter",
-        "response_format",
+        "modalities",
     ),
     "stop_number": (CHAT, {"messages": HELLO, "stop": 7}, 400, None, "stop"),
     "stop_empty": (CHAT, {"messages": HELLO, "stop": [""]}, 400, None, "stop"),
