@@ -1,11 +1,13 @@
 """Environment of every test run: offline, quiet Ray, printed seeds, GPU tests skipped by name; what
-runs side by side when pytest-xdist shares the tests out (`-n 2 --dist loadgroup`).
+runs side by side when pytest-xdist shares the tests out (`-n 2`).
 """
 
+import functools
 import os
 import random
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,7 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+ROOT = Path(__file__).resolve().parents[1]
 SEED_VARIABLE = "FLARE_TEST_SEED"
 RUN_SEED = int(os.environ.get(SEED_VARIABLE) or random.SystemRandom().randrange(2**31))
 # Processes that pytest-xdist starts take it over.
@@ -35,14 +38,30 @@ def pytest_report_header() -> str:
     return f"randomised tests: {SEED_VARIABLE}={RUN_SEED}"
 
 
+@functools.cache
+def starts_ray(file: str) -> bool:
+    """Whether a test file has tests that start Ray, of whatever marker expression."""
+    return "mark.ray" in (ROOT / file).read_text(encoding="utf-8")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start Ray come last, and one after the other: they take both cores, and some
-    measure time. The others stay together by file, since they share fixtures."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
-    for item in items:
-        alone = item.get_closest_marker("ray") is not None
-        item.add_marker(pytest.mark.xdist_group("ray" if alone else item.location[0]))
+    """Files that start Ray come last: they take both cores, and some measure time."""
+    items.sort(key=lambda item: starts_ray(item.nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Files stay whole, since their tests share fixtures; those that start Ray run one after the
+    other in one process. (pytest-xdist's own groups are lost under pytest 9.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ray" if starts_ray(file) else file
+
+    return ByFile(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -56,8 +75,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def random_seed(request: pytest.FixtureRequest) -> int:
     """Seed of one randomised test: the run's seed mixed with its name, printed on failure."""
-    name = request.node.nodeid.partition("@")[0]  # pytest-xdist appends the test's group
-    seed = random.Random(f"{RUN_SEED}:{name}").randrange(2**31)
+    seed = random.Random(f"{RUN_SEED}:{request.node.nodeid}").randrange(2**31)
     print(f"{SEED_VARIABLE}={RUN_SEED} gives this test the seed {seed}")
     return seed
 
