@@ -5,13 +5,15 @@ rules are what clients and page pressure do. At the end of an example every requ
 cancelled has the text, and every row that was ever computed for it, by target and drafter, the
 logits of a cold run of that request alone on a fresh rank.
 
-To cover more, derive a class and add rules (moves between tiers, say); `engine`, `cold`,
-`controller` and `channel` are theirs to use, and `teardown` compares whatever they did.
+To cover more, derive a class and add rules, as `tier_machine` does for moves between tiers;
+`engine`, `cold`, `controller` and `channel` are theirs to use, and `teardown` compares whatever
+they did.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from flare_ray.actors.wire import encode_plan
-from flare_ray.config import EngineConfig
+from flare_ray.config import EngineConfig, PrefixCacheConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.contracts.plan import RoundPlan
@@ -130,10 +132,18 @@ class Engine:
                     tensor.fill_(float("nan"))
         return rank, heard
 
-    def controller(self, rank: RankExecutor, depth: int) -> tuple[Controller, DirectChannel]:
-        """A controller over one rank."""
-        channel = DirectChannel(rank, depth)
-        config = self.config.model_copy(update={"queue_depth": depth})
+    def controller(
+        self,
+        rank: RankExecutor,
+        depth: int,
+        *,
+        channel: Callable[[RankExecutor, int], DirectChannel] | None = None,
+        cache: PrefixCacheConfig | None = None,
+    ) -> tuple[Controller, DirectChannel]:
+        """A controller over one rank, with another channel and other cache settings if given."""
+        channel = (channel or DirectChannel)(rank, depth)
+        changes = {"queue_depth": depth, "prefix_cache": cache or self.config.prefix_cache}
+        config = self.config.model_copy(update=changes)
         vocabulary = [bytes([token % 256]) for token in range(self.manifest.vocab_size)]
         controller = Controller(
             rank.manifest,
@@ -223,13 +233,17 @@ class EngineMachine(RuleBasedStateMachine):
             num_pages=self.pools[pool] + 1,
             snapshot_rows=self.rows[rows],
         )
-        self.rank, self.heard = self.engine.rank(manifest)
-        self.controller, self.channel = self.engine.controller(self.rank, depth)
+        self.open(manifest, depth)
         self.works: dict[str, Work] = {}
         self.cancelled: set[str] = set()
         self.by_uid: dict[int, str] = {}
         self.compared = 0
         self.heard.truth = lambda uid, consumed, depth: self._draft(seed, uid, consumed, depth)
+
+    def open(self, manifest: PreparedManifest, depth: int) -> None:
+        """Make `rank`, `heard`, `controller` and `channel`."""
+        self.rank, self.heard = self.engine.rank(manifest)
+        self.controller, self.channel = self.engine.controller(self.rank, depth)
 
     def _draft(self, seed: int, uid: int, consumed: int, depth: int) -> int:
         """The true token for a drawn number of depths, what the drafter says behind them."""
