@@ -27,11 +27,20 @@ GREEDY = SamplingSpec(temperature=1.0, top_k=1, top_p=1.0, min_p=0.0, seed=0)
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request: first_s = submission to first token; cpu_s = CPU time of the process from the
-    first token until nothing moves any more."""
+    """One request.
+
+    Attributes:
+        tokens: the output.
+        cached_tokens: prompt tokens that were restored.
+        drafts: offered and accepted ones. Equal texts and drafts mean equal rounds.
+        first_s: submission to first token.
+        cpu_s: CPU time of the engines' threads from the first token until nothing moves any more;
+            the thread that measures is left out, since it polls.
+    """
 
     tokens: tuple[int, ...]
     cached_tokens: int
+    drafts: tuple[int, int]
     first_s: float
     cpu_s: float
 
@@ -89,17 +98,20 @@ class LocalPrefixEngine:
         )
         started_s = time.perf_counter()
         self._core.submit(request, note)
+        own_s = time.thread_time()
         if not ended.wait(REQUEST_LIMIT_S):
             raise BenchmarkFailure(f"a request did not end within {REQUEST_LIMIT_S:.0f} s")
         if isinstance(ends[0], Failed):
             raise BenchmarkFailure(f"a request failed: {ends[0].message}")
         self.rest()
         first_s, first_cpu_s = firsts[0]
+        end = ends[0]
         return Answer(
             tokens=tuple(tokens),
-            cached_tokens=ends[0].cached_tokens,
+            cached_tokens=end.cached_tokens,
+            drafts=(end.drafts_offered, end.drafts_accepted),
             first_s=first_s - started_s,
-            cpu_s=time.process_time() - first_cpu_s,
+            cpu_s=time.process_time() - first_cpu_s - (time.thread_time() - own_s),
         )
 
     def first_token(self, prompt: Sequence[int], *, cached: int) -> float:
