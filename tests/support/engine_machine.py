@@ -270,7 +270,12 @@ class EngineMachine(RuleBasedStateMachine):
         """A prompt that begins like others, and may end differently."""
         span = self.engine.manifest.vocab_size - 8
         prompt = tuple(3 + (7 * i * i + 5 * i + 11 * root) % span for i in range(length))
-        prompt += tuple(range(4 + tail, 4 + 2 * tail))
+        self.send(prompt + tuple(range(4 + tail, 4 + 2 * tail)), budget, penalised, priority)
+
+    def send(
+        self, prompt: tuple[int, ...], budget: int, penalised: bool = False, priority: int = 0
+    ) -> None:
+        """Submit a request that is compared with its run alone."""
         name = f"r{len(self.works)}"
         work = (prompt, budget, PENALISED if penalised else GREEDY)
         self.engine.cold(work)

@@ -32,6 +32,8 @@ from tests.support.tier_memory import poison_free
 
 MOVE_LIMIT_S = 20.0
 REST_STEPS = 3000
+LONGEST = 160
+"""Tokens of a prompt that comes back."""
 Report = Callable[[TierReport], None]
 
 
@@ -127,7 +129,7 @@ class TierMachine(EngineMachine):
         self.cache = PrefixCacheConfig(
             host_bytes=max(self.regions[host] * prefix, largest),
             disk_path=str(self.folder),
-            disk_bytes=self.regions[disk] * (prefix + HEADER_ALLOWANCE),
+            disk_bytes=self.regions[disk] * prefix + HEADER_ALLOWANCE,
         )
         super().start(depth, pool, rows, seed)
 
@@ -173,6 +175,31 @@ class TierMachine(EngineMachine):
         for _ in range(count):
             self.controller._snapshots.index.evict()
 
+    @precondition(lambda self: self.works)
+    @rule(
+        which=st.integers(0, 63),
+        tiers=st.sampled_from(("device", "device host")),
+        tail=st.integers(0, 2),
+        budget=st.sampled_from((1, 20, 70)),
+        steps=st.sampled_from((20, 60)),
+        spoilt=st.sampled_from((False, False, False, True)),
+    )
+    def come_back(
+        self, which: int, tiers: str, tail: int, budget: int, steps: int, spoilt: bool
+    ) -> None:
+        """An earlier prompt once more, longer perhaps, when the device has forgotten it. Its
+        restore is held until another rule lets it go."""
+        prompts = [work[0] for work in self.works.values()]
+        prompts = [prompt for prompt in prompts if len(prompt) >= PAGE_TOKENS] or prompts
+        prompt = prompts[which % len(prompts)]
+        self.run_beside_moves(steps)
+        for file in self.folder.rglob("*.part") if spoilt else ():
+            flip(file, 0.5)
+        self.forget(tiers)
+        self.controller.step(0.0)
+        self.send(prompt[:LONGEST] + tuple(range(9, 9 + tail)), budget)
+        self.controller.step(0.0)
+
     # What disks do.
 
     @precondition(lambda self: any(self.folder.rglob("*.part")))
@@ -180,10 +207,7 @@ class TierMachine(EngineMachine):
     def spoil(self, which: int, place: float) -> None:
         """A bit of a file is another one."""
         files = sorted(self.folder.rglob("*.part"))
-        file = files[which % len(files)]
-        data = bytearray(file.read_bytes())
-        data[int(place * len(data))] ^= 4
-        file.write_bytes(data)
+        flip(files[which % len(files)], place)
 
     def teardown(self) -> None:
         if not hasattr(self, "folder"):
@@ -211,3 +235,10 @@ class TierMachine(EngineMachine):
         """Tokens that came back from a tier."""
         tiers = self.controller.cache.stats().tiers
         return next(each.restored_tokens for each in tiers if each.tier == str(tier))
+
+
+def flip(file: Path, place: float) -> None:
+    """Make a bit of a file another one; `place` in 0..1 of its length."""
+    data = bytearray(file.read_bytes())
+    data[int(place * len(data))] ^= 4
+    file.write_bytes(data)
