@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
 from flare_ray.controller.cohort import SubmittedRound
+from flare_ray.controller.grammar.gate import PARAM
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.snapshots import Snapshots
@@ -146,5 +147,6 @@ class Harvester:
             f"after {live.generated_tokens} tokens no token is left: logit_bias, bad_words, "
             "min_tokens and the grammar, taken together, forbid them all; loosen one of them",
             status=400,
+            param="bad_words" if live.matcher is None else PARAM,
             emitted=live.emitted,
         )

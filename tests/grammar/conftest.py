@@ -4,9 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from flare_ray.contracts.grammar import GrammarSpec
+from flare_ray.controller.grammar.utf8 import Utf8Masks
 from flare_ray.frontend.tokenizer import TextCodec
 from tests.support.chat_checkpoint import CHAT
-from tests.support.grammar_engine import DirectCompiler, GrammarApi, grammar_checkpoint
+from tests.support.grammar_engine import (
+    EOS,
+    VOCAB_SIZE,
+    DirectCompiler,
+    GrammarApi,
+    grammar_checkpoint,
+)
 
 pytest.importorskip("xgrammar", reason="the extra `grammar` is not installed")
 
@@ -27,6 +35,21 @@ def direct_compiles():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flare_ray.actors.grammar.service.CompileProcess", DirectCompiler)
         yield
+
+
+@pytest.fixture(scope="session")
+def compile_(codec):
+    """Compiled grammar of a kind and a source."""
+    from flare_ray.actors.grammar.xgrammar import Compiled
+
+    table = list(codec.token_bytes[:VOCAB_SIZE])
+    compiler, utf8 = DirectCompiler(table, (EOS,), None), Utf8Masks(table)
+
+    def compiled(kind, source):
+        text = compiler.compile(GrammarSpec(kind=kind, source=source))
+        return Compiled(text, compiler._vocabulary, utf8)
+
+    return compiled
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,77 @@ def test_xgrammar_286_raw_control_characters_are_not_in_strings(api):
         assert 30 <= len(json.loads(text["text"], strict=True)) <= 40
 
 
+@pytest.mark.parametrize(
+    ("begun", "legal"),
+    [
+        (b'"\\', b'"\\/bfnrtu'),
+        (b'"\\u', b"0123456789abcdefABCDEF"),
+        (b'"\\u12', b"0123456789abcdefABCDEF"),
+        (b'"\xed', bytes(range(0x80, 0xA0))),
+        (b'"\xe0', bytes(range(0xA0, 0xC0))),
+        (b'"\xf4', bytes(range(0x80, 0x90))),
+        (b'"', bytes([*range(0x20, 0x80), *range(0xC2, 0xF5)])),
+    ],
+    ids=["escape", "hexadecimal", "third digit", "surrogate", "overlong", "above", "raw"],
+)
+def test_lattice_931_bytes_of_no_json_string_are_forbidden(compile_, codec, begun, legal):
+    matcher = compile_("json_schema", '{"type": "string"}').matcher()
+    byte_of = {token: piece[0] for token, piece in enumerate(codec.token_bytes) if len(piece) == 1}
+    for byte in begun:
+        matcher.commit(next(token for token in byte_of if byte_of[token] == byte))
+    admitted = set()
+    for token, byte in byte_of.items():
+        if matcher.try_token(token):
+            matcher.undo(1)
+            admitted.add(byte)
+    assert admitted
+    assert admitted <= set(legal)
+
+
+def test_imp_1563_escapes_of_a_document_stay_escapes(api):
+    value = {"s": ["\x01?", "\x7f\u2028é", '🙂"\\']}
+    text = api.complete(guided_json={"const": value}, max_tokens=100).json()["choices"][0]["text"]
+    assert "\\u0001" in text
+    assert json.loads(text) == value
+
+
+def test_imp_1563_escapes_in_a_call_stay_escapes(api):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "const": ["\x01?", "é\x1f"]}},
+        "required": ["a"],
+    }
+    tool = {"type": "function", "function": {"name": "f", "strict": True, "parameters": schema}}
+    body = api.chat(
+        tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=200
+    ).json()
+    (call,) = body["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"a": ["\x01?", "é\x1f"]}
+
+
+def finish_reasons(answer, stream: bool) -> list[str]:
+    if not stream:
+        return [choice["finish_reason"] for choice in answer.json()["choices"]]
+    events = [e.removeprefix("data: ") for e in answer.text.split("\n\n") if "{" in e]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    return [c["finish_reason"] for c in choices if c["finish_reason"] is not None]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str
+)
+def test_vllm_25054_calls_that_were_demanded_finish_as_calls(api, choice, stream):
+    answer = api.chat(
+        tools=[WEATHER],
+        tool_choice=choice,
+        parallel_tool_calls=False,
+        max_tokens=400,
+        stream=stream,
+    )
+    assert finish_reasons(answer, stream) == ["tool_calls"]
+
+
 def test_xgrammar_122_definitions_do_not_give_empty_output(api):
     schema = {
         "$defs": {

@@ -7,31 +7,15 @@ import re
 import jsonschema
 import pytest
 
-from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.controller.grammar.json_language import JsonLanguage
 from flare_ray.controller.grammar.language import to_ebnf
-from flare_ray.controller.grammar.utf8 import Utf8Masks
 from flare_ray.errors import InvalidRequest
-from tests.support.grammar_engine import EOS, VOCAB_SIZE, DirectCompiler
+from tests.support.grammar_engine import EOS, VOCAB_SIZE
 from tests.support.grammar_fuzz import random_regex, random_schema, random_walk
 
 WORDS = -(-VOCAB_SIZE // 32)
 MANY = 10_000
 FEW = 150
-
-
-@pytest.fixture(scope="module")
-def compile_(codec):
-    from flare_ray.actors.grammar.xgrammar import Compiled
-
-    table = list(codec.token_bytes[:VOCAB_SIZE])
-    compiler, utf8 = DirectCompiler(table, (EOS,), None), Utf8Masks(table)
-
-    def compiled(kind, source):
-        text = compiler.compile(GrammarSpec(kind=kind, source=source))
-        return Compiled(text, compiler._vocabulary, utf8)
-
-    return compiled
 
 
 def walked(compiled, codec, seed: int) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.matrix.cells import AXES
+from tests.support.matrix.cells import AXES, REGEX, SCHEMA
 from tests.support.matrix.model import SCRIPT, TOKENS, checkpoint
 from tests.support.matrix.run import Answer, Engine
 
@@ -52,6 +52,11 @@ def sequences(dice: random.Random) -> list[list[int]]:
     ]
 
 
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "word", "schema": schema}}
+
+
 FIELDS: dict[str, Any] = {
     "prompt": lambda d: d.choice(["abc", "é", [1, 2], [[3], [4, 5]], ["a", "b"], [], "", [V]]),
     "max_tokens": lambda d: d.choice([0, 1, 2, 9, 30, 252, 1000]),
@@ -77,6 +82,12 @@ FIELDS: dict[str, Any] = {
     "reproducible": lambda d: d.random() < 0.5,
     "logprobs": lambda d: d.choice([0, 1, 5, 20, 21]),
     "prompt_logprobs": lambda d: d.choice([0, 3, 20, -1]),
+    "guided_regex": lambda d: d.choice(
+        [REGEX, REGEX, "[a-h]{2,5}", "(a|é)*", "abc|h", "aZa|bb?", "a", "Za", "(", "", "(?=a)b"]
+    ),
+    "response_format": lambda d: d.choice(
+        [{"type": "text"}, {"type": "json_object"}, json_schema(SCHEMA), json_schema({"enum": []})]
+    ),
     "echo": lambda d: d.random() < 0.5,
     "stream": lambda d: d.random() < 0.4,
     "stream_options": lambda d: d.choice([{}, {"include_usage": True}, {"x": 1}]),

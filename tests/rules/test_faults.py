@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tests.rules.sources import ROOT
 
-COVERED_AREAS = ("sampling", "logprobs", "stops", "streaming")
+COVERED_AREAS = ("sampling", "logprobs", "stops", "streaming", "grammar")
 
 FAULTS = {
     "H-01": "streaming",

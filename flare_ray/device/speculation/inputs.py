@@ -137,9 +137,9 @@ class HostFacts:
 
     @property
     def may_exhaust(self) -> bool:
-        """Whether a row can be left without a token: by bans, with or without a mask. A mask alone
-        always allows one."""
-        return self.filters.max_rules > 0 or self.filters.max_bad_words > 0
+        """Whether a row can be left without a token: by bans, by a mask, or by both. A mask alone
+        does it where the vocabulary has no token for the only text that may follow."""
+        return self.masked or self.filters.max_rules > 0 or self.filters.max_bad_words > 0
 
 
 class RoundInputs:

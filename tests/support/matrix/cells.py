@@ -14,7 +14,23 @@ PROMPT = (3, 1, 8)
 TOKEN_SEQUENCE = (4, 5)
 STOP_TOKEN = 6
 
+REGEX = r'([a-fé]{1,4}(Xy|Yxx|Za|V[éa]|"))+(Wcd|gh?)?'
+"""May end at many places, must end behind `Wcd` and `gh`; `Za` and `Va` are no tokens' texts: no
+token may begin them."""
+SCHEMA = {"type": "string", "maxLength": 8}
+"""Counts characters, of which tokens hold one to three; `""` is shorter than `min_tokens`."""
+
 AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "grammar": {
+        "none": {},
+        "regex": {"guided_regex": REGEX},
+        "JSON schema": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "word", "schema": SCHEMA, "strict": True},
+            }
+        },
+    },
     "stop": {
         "none": {},
         "string": {"stop": ["xa", "éV", "yb"]},
@@ -32,7 +48,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
             "bad_words": ["cd", "h"],
         },
     },
-    "min_p": {"none": {}, "0.1": {"min_p": 0.1}},
+    "min_p": {"none": {}, "0.2": {"min_p": 0.2}},
     "logit_bias": {"none": {}, "two tokens": {"logit_bias": {"2": 1.5, "7": -100}}},
     "seed": {
         "none": {},
@@ -46,7 +62,7 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
 "seed: given" runs in the reproducible mode, "none" and "given, plain" in the plain one; each cell
 has a seed of its own, the same for every drafter."""
 
-LAW_AXES = ("penalties", "min_p", "logit_bias")
+LAW_AXES = ("grammar", "penalties", "min_p", "logit_bias")
 """Axes that change what a token's probability is."""
 
 DRAFTERS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.stats import chi2, ncx2
 
 from tests.support.matrix.cells import MAX_TOKENS, PROMPT, Cell
-from tests.support.matrix.model import EOS, TABLE, TOKENS, law, own_logprobs, read_back
+from tests.support.matrix.model import EOS, TABLE, TOKENS, ends_unsaid, law, own_logprobs, read_back
 from tests.support.matrix.run import Answer
 from tests.support.stop_reference import Stops, one_shot
 
@@ -58,7 +58,7 @@ def problem(cell: Cell | Asked, answer: Answer) -> str:
         if not cell.sampled:
             tokens = greedy(body)
         visible, reason, stop_reason, count = one_shot(tokens, TABLE, stops_of(body))
-        total += count
+        total += count - _unsaid_ends(body, tokens[:count])
         expected = (visible.decode(errors="replace"), reason, _json(stop_reason))
         found = (choice["text"], choice["finish_reason"], choice["stop_reason"])
         if found != expected:
@@ -71,11 +71,16 @@ def problem(cell: Cell | Asked, answer: Answer) -> str:
 
 
 def greedy(body: Mapping[str, Any]) -> list[int]:
-    """MAX_TOKENS tokens that the law leaves no choice about."""
+    """At most MAX_TOKENS tokens that the law leaves no choice about."""
     output: list[int] = []
-    while len(output) < MAX_TOKENS:
+    while len(output) < MAX_TOKENS and EOS not in output:
         output.append(int(np.argmax(law(dict(body), PROMPT, output))))
     return output
+
+
+def _unsaid_ends(body: Mapping[str, Any], tokens: Sequence[int]) -> int:
+    """1 if the EOS at the end stands for an end without a token, else 0."""
+    return int(tokens[-1] == EOS and ends_unsaid(dict(body), PROMPT, tokens[:-1]))
 
 
 def drawn(body: Mapping[str, Any], choice: Mapping[str, Any]) -> list[int]:

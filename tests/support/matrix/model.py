@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from flare_ray.config import EngineConfig
+from tests.support.matrix.grammar import allowed, language
 from tests.support.scripted.geometry import Script, write_checkpoint
 from tests.support.scripted.recipe import DOTTED
 
-TOKENS = (*"abcdefgh", "Xy", "Yxx", "Zab", "Wcd", "é", "Vé", "Qq", "<end>")
+TOKENS = (*"abcdefgh", "Xy", "Yxx", "Zab", "Wcd", "é", "Vé", '"', "<end>")
 EOS = len(TOKENS) - 1
 TABLE = tuple(b"" if token == EOS else text.encode() for token, text in enumerate(TOKENS))
 SCRIPT = Script(
@@ -90,7 +91,28 @@ def own_logprobs(prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
 
 
 def law(fields: dict, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
-    """[V] exact probabilities of the next token under a request's fields."""
+    """[V] exact probabilities of the next token under a request's fields. A grammar's only way out
+    is the end, also where it is banned (`ends_unsaid`)."""
+    if ends_unsaid(fields, prompt, output):
+        return np.eye(len(TOKENS))[EOS]
+    row = _biased_row(fields, prompt, output)
+    if fields["temperature"] == 0:
+        return np.eye(len(TOKENS))[int(np.argmax(row))]
+    return _filtered(row / fields["temperature"], fields)
+
+
+def ends_unsaid(fields: dict, prompt: Sequence[int], output: Sequence[int]) -> bool:
+    """Bans and the grammar leave no token behind a whole output: it ends there without a terminal
+    token."""
+    if np.isfinite(_biased_row(fields, prompt, output)).any():
+        return False
+    text = "".join(TOKENS[token] for token in output)
+    assert allowed(language(fields), text, TOKENS, EOS)[EOS], f"no token goes behind {text!r}"
+    return True
+
+
+def _biased_row(fields: dict, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+    """[V] logits behind penalties, biases, bans and the grammar."""
     row = _row([*prompt, *output])
     counts = Counter(output)
     repetition = fields.get("repetition_penalty", 1.0)
@@ -107,9 +129,10 @@ def law(fields: dict, prompt: Sequence[int], output: Sequence[int]) -> np.ndarra
         banned = read_back(word)
         if list(output[len(output) - len(banned) + 1 :]) == banned[:-1]:
             row[banned[-1]] = -np.inf
-    if fields["temperature"] == 0:
-        return np.eye(len(TOKENS))[int(np.argmax(row))]
-    return _filtered(row / fields["temperature"], fields)
+    if pattern := language(fields):
+        text = "".join(TOKENS[token] for token in output)
+        row[~allowed(pattern, text, TOKENS, EOS)] = -np.inf
+    return row
 
 
 def _row(tokens: Sequence[int]) -> np.ndarray:

@@ -7,10 +7,19 @@ test compares it with what is committed.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 
 from tests.rules.sources import ROOT
-from tests.support.matrix.cells import AXES, DRAFTERS, MAX_TOKENS, every_cell, refusal
+from tests.support.matrix.cells import (
+    AXES,
+    DRAFTERS,
+    MAX_TOKENS,
+    REGEX,
+    SCHEMA,
+    every_cell,
+    refusal,
+)
 from tests.support.matrix.judge import ALPHA, BINS, MIN_LAW_TOKENS, MIN_MODE_TOKENS, detectable
 
 PAGE = ROOT / "docs" / "sampling-matrix.md"
@@ -30,6 +39,8 @@ process, over a vocabulary of {vocabulary} tokens and a random target of second 
 {axes}
 
 "penalties: all" is repetition, presence and frequency penalty, `min_tokens` and bad words together.
+"grammar: regex" is `{regex}` in
+`guided_regex`; "JSON schema" is `{schema}` in `response_format`.
 "seed: given" runs in the reproducible mode, "none" and "given, plain" in the plain one. "drafter:
 off" is width-one execution.
 
@@ -38,10 +49,14 @@ What each cell must show:
 - **Greedy**: text, finish reason, stop reason, usage and log-probabilities are those of a plain
   loop over the target's table and a brute-force search for stops; so they equal width-one
   execution token for token.
+- **Grammar**: a token has a probability if another regular expression engine finds a way from the
+  text through it to a whole output. Where `min_tokens` forbids the only end there is, the output
+  ends all the same, without a terminal token.
 - **Sampled, reproducible**: the same answer as width-one execution, token for token.
 - **Sampled**: given its own history every token becomes a uniform number under the exact law. The
-  numbers of all cells of one drafter, seed mode, penalties, min-p and bias go into one χ² test over
-  {bins} bins at level {alpha:g}, those of a drafter and seed mode into another; seeds are fixed.
+  numbers of all cells of one drafter, seed mode, grammar, penalties, min-p and bias go into one χ²
+  test over {bins} bins at level {alpha:g}, those of a drafter and seed mode into another; seeds
+  are fixed.
   With the {law:,} and {mode:,} tokens they hold at least, a total variation of {law_tv:.2f} and
   {mode_tv:.2f} from the exact law is found with a probability of 0.99.
 - **Streams** have one finish per choice and join to the whole answer; JSON is finite.
@@ -75,6 +90,8 @@ def render() -> str:
         axes="\n".join(f"| {name} | {' · '.join(values)} |" for name, values in names.items()),
         bins=BINS,
         alpha=ALPHA,
+        regex=REGEX,
+        schema=json.dumps(SCHEMA),
         law=MIN_LAW_TOKENS,
         mode=MIN_MODE_TOKENS,
         law_tv=detectable(MIN_LAW_TOKENS),

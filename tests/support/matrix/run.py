@@ -30,7 +30,8 @@ _UNSEEDED: ContextVar[random.Random] = ContextVar("unseeded")
 
 @dataclass
 class Answer:
-    """A response: `choices` as of a whole answer, joined where it was streamed from `chunks`."""
+    """A response: `choices` as of a whole answer, joined where it was streamed from `chunks`. A
+    stream that ends with an error has the status that a whole answer would have."""
 
     status: int
     error: dict[str, Any] = field(default_factory=dict)
@@ -155,6 +156,10 @@ def _joined(text: str, body: dict[str, Any]) -> Answer:
         json.loads(event.removeprefix("data: "), parse_constant=_no_constant)
         for event in events[:-2]
     ]
+    if "error" in chunks[-1]:
+        error = chunks[-1]["error"]
+        refused = error["type"] == "invalid_request_error"
+        return Answer(400 if refused else 500, error, chunks=chunks)
     answer = Answer(200, chunks=list(chunks))
     if (body.get("stream_options") or {}).get("include_usage"):
         last = chunks.pop()
