@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy.stats import chi2
 
-from flare_ray.contracts.plan import LanePlan
+from flare_ray.contracts.plan import LanePlan, MaskAnswer
 from flare_ray.device.speculation import lanes as lanes_module
 from flare_ray.device.speculation import round as round_module
 from flare_ray.device.speculation.proposal import Proposals
@@ -208,8 +208,20 @@ def masked_counts(*, shift: int) -> tuple[np.ndarray, np.ndarray]:
         for lane in range(LANES)
     ]
     requests = driver.prefill(opened)
+    rows: list[np.ndarray] = []
+
+    def cut(round_id, drafts):
+        """Nothing is verified from the first draft on that its row forbids."""
+        limits = []
+        for lane, tokens in enumerate(drafts):
+            allowed = [rows[lane * width + place][token] for place, token in enumerate(tokens)]
+            limits.append([*allowed, False].index(False))
+        return MaskAnswer(round_id, tuple(limits), ())
+
+    driver.barrier = cut
     while alive := [r for r in requests if not r.ended]:
-        rows, lanes = [], []
+        rows.clear()
+        lanes = []
         for request in alive:
             lanes.append(LanePlan(request.slot, request.epoch, 3, mask_row=len(rows)))
             first = len(request.tokens) + shift

@@ -116,4 +116,4 @@ def test_mask_that_allows_nothing_ends_the_request_by_name():
     driver = Driver(scripted_rank(SCRIPT, Setup(slots=1)))
     (request,) = driver.prefill([driver.open(PROMPT, 0, budget=30)])
     record = masked_round(driver, request, np.zeros((2, VOCABULARY), dtype=bool))
-    assert record.status == Status.ACTIVE | Status.NONFINITE
+    assert record.status == Status.ACTIVE | Status.NO_TOKEN

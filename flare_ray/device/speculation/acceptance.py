@@ -51,7 +51,9 @@ class RowHealth:
         logits: [B, W, V] float32; rows without a token are flat, so that nothing NaN comes of them.
         healthy: [B] bool, as in `Verdict`.
         exhausted: [B] bool or None, as in `Verdict`.
-        usable: [B] int64, drafts in front of the first row without a token; None = all of them.
+        usable: [B] int64, most drafts to count as accepted: where the first row without a token is
+            reached, the draft in front of it is the round's last token, in its sample's place.
+            None = no row is without one.
     """
 
     logits: Tensor
@@ -63,8 +65,8 @@ class RowHealth:
 def row_health(logits: Tensor, valid: Tensor, *, may_exhaust: bool) -> RowHealth:
     """Look at every row's largest logit.
 
-    A row that bans and mask leave no token is no fault of the model. Behind drafts it only ends the
-    drafts a lane offers, as width one would meet it only after emitting them; in front, the lane
+    A row that bans and mask leave no token is no fault of the model. Behind drafts it only ends
+    what the round emits, as width one would meet it only after emitting them; in front, the lane
     has no token left.
 
     Args:

@@ -250,8 +250,6 @@ def _accept(
         logits = torch.where(work.allowed, logits, float("-inf"))
     health = row_health(logits, work.rows.valid, may_exhaust=work.facts.may_exhaust)
     logits, params, width = health.logits, work.lanes.params, logits.shape[1]
-    if health.usable is not None:
-        work.candidates.offered = torch.minimum(work.candidates.offered, health.usable)
     scored = scored_logits(output.logits, logits, params, work.facts.filters)
     if width == 1:
         token = sample_rows(
@@ -267,6 +265,9 @@ def _accept(
         params=params,
         draws=work.draws,
     )
+    if health.usable is not None:
+        # Not by offering less: whether a row is empty depends on the draft in front of it.
+        verdict.accepted = torch.minimum(verdict.accepted, health.usable)
     verdict.healthy, verdict.exhausted = health.healthy, health.exhausted
     verdict.scored = scored
     return verdict

@@ -25,7 +25,7 @@ BINS = 12
 ALPHA = 1e-6
 """Level of one chi-square; seeds are fixed, so that a pass stays a pass."""
 MIN_LAW_TOKENS = 350
-MIN_MODE_TOKENS = 3000
+MIN_MODE_TOKENS = 10_000
 """Tokens that the whole product brings to the chi-square of a law, and of a drafter and seed
 mode."""
 LOGPROB_ROUNDING = 2e-5

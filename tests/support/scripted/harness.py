@@ -21,7 +21,7 @@ from flare_ray.contracts.plan import (
 )
 from flare_ray.contracts.record import LaneRecord, RoundReply, unpack_rows
 from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
-from flare_ray.device.executor import ModelParts, RankExecutor, state_limits
+from flare_ray.device.executor import Barrier, ModelParts, RankExecutor, state_limits
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.state.layout import pages_for, state_bytes
@@ -157,10 +157,15 @@ class Request:
 
 
 class Driver:
-    """Issues plans to one or more ranks and collects records; asserts that all ranks agree."""
+    """Issues plans to one or more ranks and collects records; asserts that all ranks agree.
+
+    Attributes:
+        barrier: asked for the masks of every masked round; None = the ones given hold already.
+    """
 
     def __init__(self, *ranks: RankExecutor) -> None:
         self.ranks = ranks
+        self.barrier: Barrier | None = None
         self.manifest = ranks[0].manifest
         self.replies: list[tuple[RoundReply, ...]] = []
         self.log: list[tuple[RoundPlan, np.ndarray | None]] = []
@@ -186,7 +191,7 @@ class Driver:
     def submit(self, plan: RoundPlan, masks: np.ndarray | None = None) -> tuple[LaneRecord, ...]:
         """Run a plan on every rank."""
         self.log.append((plan, masks))
-        replies = tuple(rank.execute(plan, masks) for rank in self.ranks)
+        replies = tuple(rank.execute(plan, masks, self.barrier) for rank in self.ranks)
         self.replies.append(replies)
         assert len({reply.checksum for reply in replies}) == 1
         return unpack_rows(replies[0].rows, replies[0].scores, replies[0].prompt_scores)
