@@ -18,6 +18,7 @@ from flare_ray.cli.runner import Job, Runner
 from flare_ray.config import (
     AdmissionConfig,
     EngineConfig,
+    GrammarConfig,
     PrefixCacheConfig,
     SamplingConfig,
     SpeculationConfig,
@@ -56,6 +57,7 @@ class EngineSettings(TypedDict, total=False):
     admission: AdmissionConfig | Mapping[str, Any]
     prefix_cache: PrefixCacheConfig | Mapping[str, Any]
     sampling: SamplingConfig | Mapping[str, Any]
+    grammar: GrammarConfig | Mapping[str, Any]
 
 
 class LLM:

@@ -45,9 +45,10 @@ def rounds(manifest) -> list:
     return [s for s in manifest.shapes if s.kind == GraphKind.SPECULATIVE]
 
 
-def test_default_catalog_has_eighteen_speculative_rounds(checkpoint):
+def test_default_catalog_has_eighteen_speculative_rounds_and_as_many_masked(checkpoint):
     manifest = plan_engine(config_of(checkpoint, concurrency=4))
-    assert len(rounds(manifest)) == 18
+    assert len(rounds(manifest)) == 36
+    assert sum(shape.masked for shape in rounds(manifest)) == 18
     assert sum(s.kind == GraphKind.DECODE for s in manifest.shapes) == 3
     for speculation in (True, False):
         prefills = [

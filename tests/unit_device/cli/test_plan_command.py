@@ -28,9 +28,9 @@ def plan(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_concurrency_four_with_five_drafts_is_eighteen_graphs(plan):
+def test_concurrency_four_with_five_drafts_is_eighteen_graphs_and_as_many_masked(plan):
     status, out, _ = plan("--mtp-draft-tokens", "5")
-    assert status == 0 and "speculative, absorbs drafter history: 18" in out
+    assert status == 0 and "speculative, absorbs drafter history: 36" in out
     assert "fits: " in out
 
 
