@@ -17,7 +17,6 @@ counted: it compiles grammars, fills the prefix cache and teaches the policy.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import threading
@@ -32,6 +31,7 @@ from pydantic import JsonValue
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from benchmarks.sampling import reproducible
 from benchmarks.support.results import Bound, print_result, write_result
 from flare_ray.actors.core import EngineCore
 from flare_ray.actors.inprocess import start_inprocess
@@ -45,8 +45,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "deployments" / "demo" / "glm"
 PROMPTS = ROOT / "benchmarks" / "demo_training" / "eval_prompts.jsonl"
 RESULT = "constrained"
-REPRODUCIBLE = "benchmarks.sampling.reproducible"
-"""Module whose `reproducible_acceptance_ratio()` gives that metric."""
 LANES = 4
 MAX_TOKENS = 160
 LIMIT_S = 300.0
@@ -299,19 +297,6 @@ def metrics_of(tallies: Mapping[str, Tally]) -> dict[str, JsonValue]:
     }
 
 
-def reproducible_ratio() -> float:
-    """The reproducible mode's acceptance beside the plain mode's.
-
-    Raises:
-        BenchmarkError: its benchmark is not there.
-    """
-    try:
-        module = importlib.import_module(REPRODUCIBLE)
-    except ModuleNotFoundError as error:
-        raise BenchmarkError(f"{REPRODUCIBLE} is missing: {error}") from error
-    return float(module.reproducible_acceptance_ratio())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sampling.constrained",
@@ -326,7 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         metrics = metrics_of(measure(load_tasks(options.tasks), options.passes))
         if official:
-            metrics["reproducible_acceptance_ratio"] = reproducible_ratio()
+            found = reproducible.measure()
+            metrics["reproducible_acceptance_ratio"] = found.reproducible_acceptance_ratio
     except BenchmarkError as error:
         print(f"constrained failed: {error}", file=sys.stderr)
         return 2
