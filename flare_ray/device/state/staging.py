@@ -131,8 +131,8 @@ class Staging:
                 write_durably(manifest_path(order), iter((order.manifest,)))
             return len(order.manifest), ""
         if order.move is TierMove.DELETE:
-            if self._rank == 0:
-                manifest_path(order).unlink(missing_ok=True)
+            # Every rank, since whichever comes first must not leave a manifest without its part.
+            manifest_path(order).unlink(missing_ok=True)
             part_path(order, self._rank).unlink(missing_ok=True)
             return 0, ""
         return self._copy(job), ""
