@@ -1,8 +1,9 @@
 """``python -m benchmarks.sampling.constrained``: what constrained output costs at full width.
 
 One engine in this process on the demo checkpoint, held-out prompts that ask for JSON, each with the
-schema of its expected answer, sampled at the checkpoint's defaults; about four minutes on two quiet
-cores. Four requests at a time. Arms, in turn and back:
+schema of its expected answer, sampled at the checkpoint's defaults with a seed, and therefore in
+the reproducible mode; about four minutes on two quiet cores. Four requests at a time. Arms, in turn
+and back:
 
     free        no grammar
     schema      every request has its grammar, drafts at full width
@@ -23,7 +24,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -32,6 +32,8 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from benchmarks.sampling import reproducible
+from benchmarks.serving.failure import BenchmarkFailure
+from benchmarks.serving.workload import PROMPTS
 from benchmarks.support.results import Bound, print_result, write_result
 from flare_ray.actors.core import EngineCore
 from flare_ray.actors.inprocess import start_inprocess
@@ -41,9 +43,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingParams
 from flare_ray.controller.sampling import resolve
 
-ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ROOT / "deployments" / "demo" / "glm"
-PROMPTS = ROOT / "benchmarks" / "demo_training" / "eval_prompts.jsonl"
+CHECKPOINT = reproducible.CHECKPOINT
 RESULT = "constrained"
 LANES = 4
 MAX_TOKENS = 160
@@ -55,10 +55,6 @@ BOUNDS = (
     Bound(metric="free_lanes_in_half_batch", operator=">=", value=0.85),
     Bound(metric="reproducible_acceptance_ratio", operator=">=", value=0.9),
 )
-
-
-class BenchmarkError(Exception):
-    """The run cannot give its figures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +137,7 @@ def load_tasks(count: int) -> list[Task]:
             continue
         tasks.append(Task(tuple(tokenizer.encode(row["prompt"]).ids), schema_of(expected)))
     if not tasks:
-        raise BenchmarkError(f"no prompt of {PROMPTS.name} expects JSON")
+        raise BenchmarkFailure(f"no prompt of {PROMPTS.name} expects JSON")
     return (tasks * -(-count // len(tasks)))[:count]
 
 
@@ -158,14 +154,14 @@ class Arm:
         slots = threading.Semaphore(LANES)
         for place, task in enumerate(tasks):
             if not slots.acquire(timeout=LIMIT_S):
-                raise BenchmarkError(f"no request ended within {LIMIT_S:g} s")
+                raise BenchmarkFailure(f"no request ended within {LIMIT_S:g} s")
             self._start(task, constrained[place], seed + place, (lanes[place], slots))
         for _ in range(LANES):
             if not slots.acquire(timeout=LIMIT_S):
-                raise BenchmarkError(f"no request ended within {LIMIT_S:g} s")
+                raise BenchmarkFailure(f"no request ended within {LIMIT_S:g} s")
         failed = [lane.end for lane in lanes if not isinstance(lane.end, Finished)]
         if failed:
-            raise BenchmarkError(f"a request failed: {failed[0]}")
+            raise BenchmarkFailure(f"a request failed: {failed[0]}")
         return lanes
 
     def _start(
@@ -273,7 +269,7 @@ def _check(tally: Tally, task: Task, lane: Lane, tokenizer: Tokenizer) -> None:
         jsonschema.validate(json.loads(answer), task.schema)
         tally.valid += 1
     except (ValueError, jsonschema.ValidationError) as error:
-        raise BenchmarkError(f"a finished answer does not validate: {answer!r}") from error
+        raise BenchmarkFailure(f"a finished answer does not validate: {answer!r}") from error
 
 
 def metrics_of(tallies: Mapping[str, Tally]) -> dict[str, JsonValue]:
@@ -313,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if official:
             found = reproducible.measure()
             metrics["reproducible_acceptance_ratio"] = found.reproducible_acceptance_ratio
-    except BenchmarkError as error:
+    except BenchmarkFailure as error:
         print(f"constrained failed: {error}", file=sys.stderr)
         return 2
     if official:

@@ -8,14 +8,14 @@ Every round:
    "Throughput" does not add the lanes' tokens up: a token of an easy text comes cheaply whenever
    it is made, and who hurries through easy texts is left with hard ones. Where freed slots are
    filled from one queue, the long-run rate grows with every lane's *relative* speed, so lanes are
-   joined by the mean logarithm (proportional fairness). Measured on texts that turn, 64 lanes: sums
-   give 0.959 of the best fixed width, logarithms 1.000.
+   joined by the mean logarithm (proportional fairness). On texts that turn, 64 lanes, an oracle for
+   sums reaches 0.959 of the best fixed width, one for logarithms 1.000.
 2. The program of the last round is kept if it is worse by no more than what a change of program was
    measured to cost, spread over SWITCH_DWELL rounds. Where a change costs nothing, nothing is kept.
 3. A *probe* may replace it, if the exploration account can pay (`exploration`).
 
-Bound: STATED_BOUND, over the worlds of tests/unit/controller/test_verification.py; the result file
-`policy` has the bound over recorded, synthetic and shifting traces.
+Bound: STATED_BOUND, over the worlds of tests/unit/controller/test_verification.py;
+`benchmarks.policy.simulate` compares over recorded, synthetic and shifting traces.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from flare_ray.errors import ContractViolation
 Objective = Literal["latency", "throughput"]
 
 STATED_BOUND = 0.04
-"""Largest relative loss of goodput against the best fixed width over 2,000 simulated rounds."""
+"""Largest relative loss of goodput against the best fixed width over 2,000 simulated rounds, on
+average over noise."""
 SWITCH_DECAY = 0.98
 SWITCH_DWELL = 8
 """Rounds a change of program is expected to last."""

@@ -148,10 +148,6 @@ class CostTable:
         self._recent = (old, ratio)
         return max(min(older, old), min(max(older, old), ratio))
 
-    def uncertainty(self, price: Price) -> float:
-        """Relative standard error of a price; 1 if it never ran."""
-        return float(self.noise / price.weight**0.5) if price.weight else 1.0
-
     def estimate_ns(self, shape: GraphShape) -> float:
         """Price of a round now; a guess from its neighbours if it never ran."""
         return self.prices_ns([self.price(shape)])[0]

@@ -389,12 +389,6 @@ class SurvivalEstimator:
         if row is not None:
             self._free.append(row)
 
-    def workload_chances(self, source: ProposalSource = ProposalSource.LEARNED) -> list[float]:
-        """Conditional chance by depth over all requests, depth 1 first."""
-        table = self._learned if source is ProposalSource.LEARNED else self._table(source)
-        chances: list[float] = table.workload.chances.tolist()
-        return chances
-
     def _row(self, uid: int) -> int:
         row = self._row_of.get(uid)
         if row is None:
