@@ -11,7 +11,7 @@ from flare_ray.contracts.tiers import Tier
 from flare_ray.frontend.router import EngineFinder
 from tests.actors.ray_support import Listener, wait_until
 from tests.actors.test_ray_engine import answer, submit
-from tests.support.scripted_engine import scripted_deployment
+from tests.support.scripted_engine import scripted_checkpoint, scripted_deployment
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -32,8 +32,6 @@ def tiers_of(finder: EngineFinder) -> dict[str, object]:
 
 
 def test_reset_reaches_the_engine_and_prefixes_come_back_from_disk(cluster, listener, tmp_path):
-    from tests.support.scripted_engine import scripted_checkpoint
-
     (tmp_path / "checkpoint").mkdir()
     checkpoint = scripted_checkpoint(tmp_path / "checkpoint")
     cache = {"host_bytes": 4 << 20, "disk_path": str(tmp_path / "cache")}

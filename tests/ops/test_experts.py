@@ -18,11 +18,7 @@ ATOL = 5e-6
 LIMIT = 0.8
 
 
-@pytest.fixture(autouse=True)
-def inference(random_seed):
-    torch.manual_seed(random_seed)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def test_routing_chooses_by_bias_and_weighs_without_it():

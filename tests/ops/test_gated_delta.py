@@ -23,11 +23,7 @@ ATOL = 3e-6
 SHAPES = [HeadShape(2, 6, 8, 12), HeadShape(3, 3, 16, 8)]
 
 
-@pytest.fixture(autouse=True)
-def inference(random_seed):
-    torch.manual_seed(random_seed)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def random_rows(batch: int, width: int, heads: HeadShape) -> GatedRows:

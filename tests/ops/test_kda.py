@@ -15,11 +15,7 @@ ATOL = 3e-6
 BOUND = -5.0
 
 
-@pytest.fixture(autouse=True)
-def inference(random_seed):
-    torch.manual_seed(random_seed)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def random_rows(batch: int, width: int, *, heads: int = 3, dim: int = 16) -> DeltaRows:

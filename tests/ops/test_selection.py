@@ -21,11 +21,7 @@ ATOL = 2e-6
 """Float32 results of order one, measured 5e-7."""
 
 
-@pytest.fixture(autouse=True)
-def inference(random_seed):
-    torch.manual_seed(random_seed)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def brute_force(scores: list[float], visible: int, count: int) -> list[int]:

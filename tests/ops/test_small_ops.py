@@ -21,11 +21,7 @@ ATOL = 2e-6
 """Float32 results of order one: rounding of another summation order, measured 1e-6."""
 
 
-@pytest.fixture(autouse=True)
-def inference(random_seed):
-    torch.manual_seed(random_seed)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def close(got: torch.Tensor, wanted: torch.Tensor, atol: float = ATOL) -> bool:

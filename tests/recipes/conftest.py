@@ -99,15 +99,7 @@ class Tiny:
         return self.oracle.tokens.tolist()
 
     def fresh(self, count: int = 1, *, pages: int = 3) -> list[Lane]:
-        """New lanes over poisoned state: anything read before it was written is NaN."""
-        self.driver.poison()
-        numbers = torch.randperm(
-            self.driver.store.limits.num_pages - 1, generator=torch.Generator().manual_seed(count)
-        )
-        return [
-            self.driver.open(slot, (numbers[slot * pages : (slot + 1) * pages] + 1).tolist())
-            for slot in range(count)
-        ]
+        return self.driver.fresh(count, pages=pages)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 
 from flare_ray.contracts.tiers import Tier
 from flare_ray.device.state.snapshot_host import SnapshotArena
-from tests.recipes.test_engine_under_pressure import FULL, QUICK_RECIPES, RECIPES, run
+from tests.recipes.test_engine_under_pressure import EVERY_RECIPE, FULL, RECIPES, run
 from tests.support.engine_machine import EngineMachine
 from tests.support.tier_machine import TierMachine
 
@@ -21,13 +21,7 @@ LENGTH = 129
 """Of the prefix that is moved by hand: two pages and one token."""
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_RECIPES))
-        for name in RECIPES
-    ],
-)
+@pytest.fixture(scope="module", params=EVERY_RECIPE)
 def machine(request, tmp_path_factory) -> type[EngineMachine]:
     """A machine class over the recipe's engine, prepared once."""
     engine = RECIPES[request.param](tmp_path_factory.mktemp("checkpoint"))

@@ -46,15 +46,12 @@ RECIPES: dict[str, Callable[[Path], Engine]] = {
 
 QUICK_RECIPES = ("scripted", "glm-5.3-flash")
 """The others run in the slow suite only."""
+EVERY_RECIPE = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_RECIPES)) for name in RECIPES
+]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK_RECIPES))
-        for name in RECIPES
-    ],
-)
+@pytest.fixture(scope="module", params=EVERY_RECIPE)
 def machine(request, tmp_path_factory) -> type[EngineMachine]:
     """A machine class over the recipe's engine, prepared once."""
     engine = RECIPES[request.param](tmp_path_factory.mktemp("checkpoint"))

@@ -2,26 +2,19 @@
 
 import asyncio
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import openai
 import pytest
-import uvicorn
 
 from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.errors import Overloaded
-from flare_ray.frontend.api import build_api
-from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.tokenizer import TextCodec
-from tests.support.chat_checkpoint import CHAT, write_chat_checkpoint
 from tests.support.fake_engine_client import FakeEngineClient, Script, answer, byte_tokens
+from tests.support.http_server import chat_codec, http_server
 
-START_LIMIT_S = 20.0
-STOP_LIMIT_S = 20.0
 NUMBERS = range(10, 34)
 """Of two digits, so that none is the beginning of another."""
 TOOL = {
@@ -36,8 +29,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    return TextCodec(write_chat_checkpoint(folder), CHAT)
+    return chat_codec(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture
@@ -46,25 +38,8 @@ def serve(codec: TextCodec, free_port: Callable[[], int]):
 
     @contextmanager
     def running(script: Script) -> Iterator[tuple[FakeEngineClient, str]]:
-        client = FakeEngineClient(script)
-        settings = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
-        port = free_port()
-        config = uvicorn.Config(
-            build_api(client, settings), host="127.0.0.1", port=port, log_level="warning"
-        )
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + START_LIMIT_S
-        while not server.started:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
-        try:
-            yield client, f"http://127.0.0.1:{port}/v1"
-        finally:
-            server.should_exit = True
-            thread.join(STOP_LIMIT_S)
-            assert not thread.is_alive()
+        with http_server(codec, free_port(), script) as (client, url):
+            yield client, f"{url}/v1"
 
     return running
 

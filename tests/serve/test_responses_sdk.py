@@ -1,16 +1,12 @@
 """The openai package's Responses client against a real socket."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import openai
 import pytest
 
-from flare_ray.frontend.settings import ApiSettings
-from flare_ray.frontend.tokenizer import TextCodec
-from tests.support.chat_checkpoint import CHAT, write_chat_checkpoint
 from tests.support.fake_engine_client import FakeEngineClient, answer
-from tests.support.http_server import http_server
+from tests.support.http_server import chat_codec, http_server
 
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome €</arg_value></tool_call>"
 TOOL = {
@@ -25,12 +21,9 @@ TOOL = {
 def served(
     tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]
 ) -> Iterator[tuple[FakeEngineClient, openai.OpenAI]]:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    codec = TextCodec(write_chat_checkpoint(folder), CHAT)
-    settings = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
-    engine = FakeEngineClient()
+    codec = chat_codec(tmp_path_factory.mktemp("checkpoint"))
     with (
-        http_server(engine, settings, free_port()) as url,
+        http_server(codec, free_port()) as (engine, url),
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20.0) as sdk,
     ):
         yield engine, sdk

@@ -162,19 +162,23 @@ def compressed(vocab_size: int) -> list[int]:
     return [numbers.setdefault(text, len(numbers)) for text in plain]
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """config.json of a named variant."""
-    text = TEXTS[name]()
-    ids = max(compressed(text["vocab_size"])) + 1
+def set_compressed_ids(text: dict[str, Any], count: int) -> None:
+    """Write a number of compressed ids and the table rows that follow from it."""
     tables = bucket_layout(
         text["engram_layer_ids"],
         base=text["engram_vocab_size"],
         max_ngram=text["engram_max_ngram_size"],
         heads=text["engram_n_heads"],
-        compressed_ids=ids,
+        compressed_ids=count,
     )
-    text["engram_compressed_vocab_size"] = ids
+    text["engram_compressed_vocab_size"] = count
     text["engram_num_embeddings"] = [table.rows for table in tables]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """config.json of a named variant."""
+    text = TEXTS[name]()
+    set_compressed_ids(text, max(compressed(text["vocab_size"])) + 1)
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
@@ -286,15 +290,7 @@ def write_served(folder: Path) -> Path:
     config = config_of("sparse")
     text = config["text_config"]
     text |= {"vocab_size": SERVED_VOCABULARY, "dspark_noise_token_id": SERVED_VOCABULARY - 1}
-    ids = text["engram_compressed_vocab_size"] = token_map(folder, SERVED_VOCABULARY)[1]
-    tables = bucket_layout(
-        text["engram_layer_ids"],
-        base=text["engram_vocab_size"],
-        max_ngram=text["engram_max_ngram_size"],
-        heads=text["engram_n_heads"],
-        compressed_ids=ids,
-    )
-    text["engram_num_embeddings"] = [table.rows for table in tables]
+    set_compressed_ids(text, token_map(folder, SERVED_VOCABULARY)[1])
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     save_file(tensors_of(config, 5), folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -4,20 +4,32 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
 from flare_ray.frontend.api import build_api
 from flare_ray.frontend.settings import ApiSettings
-from tests.support.fake_engine_client import FakeEngineClient
+from flare_ray.frontend.tokenizer import TextCodec
+from tests.support.chat_checkpoint import CHAT, write_chat_checkpoint
+from tests.support.fake_engine_client import FakeEngineClient, Script
 
 START_LIMIT_S = 20.0
 STOP_LIMIT_S = 20.0
 
 
+def chat_codec(folder: Path) -> TextCodec:
+    """Codec of a chat checkpoint, which is written to the folder."""
+    return TextCodec(write_chat_checkpoint(folder), CHAT)
+
+
 @contextmanager
-def http_server(client: FakeEngineClient, settings: ApiSettings, port: int) -> Iterator[str]:
-    """Serve until the block ends; yields the base URL without a path."""
+def http_server(
+    codec: TextCodec, port: int, script: Script | None = None
+) -> Iterator[tuple[FakeEngineClient, str]]:
+    """Serve until the block ends; yields the engine and the base URL without a path."""
+    client = FakeEngineClient(script)
+    settings = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
     app = build_api(client, settings)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -27,7 +39,7 @@ def http_server(client: FakeEngineClient, settings: ApiSettings, port: int) -> I
         assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield client, f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(STOP_LIMIT_S)

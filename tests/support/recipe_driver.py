@@ -138,6 +138,17 @@ class RecipeDriver:
                 tensor[slot].zero_()
         return Lane(slot, list(pages))
 
+    def fresh(self, count: int = 1, *, pages: int = 3) -> list[Lane]:
+        """New lanes over poisoned state: anything read before it was written is NaN."""
+        self.poison()
+        numbers = torch.randperm(
+            self.store.limits.num_pages - 1, generator=torch.Generator().manual_seed(count)
+        )
+        return [
+            self.open(slot, (numbers[slot * pages : (slot + 1) * pages] + 1).tolist())
+            for slot in range(count)
+        ]
+
     @torch.inference_mode()
     def prefill(
         self,

@@ -19,14 +19,6 @@ EXACT = ("sparse", "pooled")
 """Variants without rounding of keys, where another order of sums moves nothing further."""
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @dataclass
 class Tiny:
     """A variant: its folder, the reference and its results for one sequence."""
@@ -39,15 +31,7 @@ class Tiny:
     driver: RecipeDriver
 
     def fresh(self, count: int = 1, *, pages: int = 3) -> list[Lane]:
-        """New lanes over poisoned state: anything read before it was written is NaN."""
-        self.driver.poison()
-        numbers = torch.randperm(
-            self.driver.store.limits.num_pages - 1, generator=torch.Generator().manual_seed(count)
-        )
-        return [
-            self.driver.open(slot, (numbers[slot * pages : (slot + 1) * pages] + 1).tolist())
-            for slot in range(count)
-        ]
+        return self.driver.fresh(count, pages=pages)
 
     def wrong(self, at: int) -> int:
         """A token other than the sequence's at a position."""

@@ -4,37 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.no_sync import NoHostWait
+from tests.recipes.parity.test_capture import run_watched
 
 
 def test_no_step_of_a_round_or_a_prefill_waits_for_values(tiny):
-    driver, tokens = tiny.driver, tiny.tokens
-    lanes = tiny.fresh(2)
-    driver.prefill(lanes, [tokens[:70], tokens[:20]])
-    forward, absorb, propose = (
-        driver.target.forward,
-        driver.drafter.absorb,
-        driver.drafter.propose,
-    )
-
-    def watched(call):
-        def run(*args):
-            with NoHostWait():
-                return call(*args)
-
-        return run
-
-    driver.target.forward = watched(forward)
-    driver.drafter.absorb = watched(absorb)
-    driver.drafter.propose = watched(propose)
-    try:
-        driver.prefill(lanes, [tokens[70:101], tokens[20:23]], padded=1)
-        driver.propose(lanes, [tokens[101], tokens[23]], 7, padded=1)
-        verified = driver.verify(lanes, [tokens[101:107], tokens[23:25]], width=8, padded=1)
-        driver.commit(verified, [4, 1])
-        driver.propose(lanes, [tokens[105], tokens[24]], 0)
-    finally:
-        del driver.target.forward, driver.drafter.absorb, driver.drafter.propose
+    run_watched(tiny, drafts=7)
 
 
 def test_padded_lanes_change_no_bit(tiny):

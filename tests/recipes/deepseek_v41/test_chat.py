@@ -1,11 +1,12 @@
 """The recipe's chat template and call syntax against the published encoder's text.
 
-The expected texts were made by DeepSeek's own encoder (PyPI `deepseek-recipe` 0.2.0); where that
-package is installed, every case is compared with it afresh.
+The expected texts and digests were made by DeepSeek's own encoder (PyPI `deepseek-recipe` 0.2.0);
+where that package is installed, every case is compared with it afresh.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 
@@ -81,6 +82,21 @@ SWITCHES = [
     {"enable_thinking": thinking, **({"reasoning_effort": effort} if effort else {})}
     for thinking, effort in itertools.product((True, False), (None, "low", "max"))
 ]
+DIGESTS = {
+    "one turn": "bcabe2322895305bfa37b4a1d15a9d3d4597f8e1242ae6b5c9527b5f34970426",
+    "system": "236143a0973ad03ab3707b4f5fa5788154c4308a4bf9d7ef95a27beeb8823310",
+    "later system": "f6b7ff91dcec50bc6621109933e41f0ee1888854ed86739d86b74a5deaca374a",
+    "two user turns": "6082a79691e72d3f2869c29e91b4594ec49de0a4076dc591fef29a4864820fa2",
+    "tools": "aa1fc315677cc3620a27a3fe55ec14841256b165e0cf37583ae34f946c52025d",
+    "results": "1824348810533c6cbeea9c6f3cebef8706e193f83cad46b36f056ebbb4fdea07",
+    "after results": "eaa53dac76ad5fbeeb52c7bcc50f8ada5c9b6b5ef8e0e2a3035fd991fe3e9e76",
+    "results then user": "6e8703f839906a9cb19f950515e8fd41df8449b91c1370f9738f611705a32eb5",
+}
+"""SHA-256 of what the encoder makes of a case under every switch, joined by NUL."""
+
+
+def digest(prompts: list[str]) -> str:
+    return hashlib.sha256("\0".join(prompts).encode()).hexdigest()
 
 
 def test_variables_are_the_two_that_a_client_may_set(template):
@@ -116,11 +132,19 @@ def test_calls_and_results_are_written_as_published(template):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_every_case_has_the_recorded_digest_of_the_published_encoder(template, case):
+    messages, tools = CASES[case]
+    texts = [template.render(messages, tools=tools, options=options) for options in SWITCHES]
+    assert digest(texts) == DIGESTS[case]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_case_equals_the_published_encoder(template, case):
     package = pytest.importorskip("deepseek_recipe", reason="DeepSeek's encoder is not installed")
     messages, tools = CASES[case]
     version = package.ModelVersion.DeepseekV41Flash
     conversion = package.ConversionOptions().with_model_alias("m", version)
+    published = []
     for options in SWITCHES:
         body = json.loads(json.dumps({"model": "m", "messages": messages}))
         for message in body["messages"]:
@@ -133,6 +157,8 @@ def test_every_case_equals_the_published_encoder(template, case):
         conversation = package.ChatCompletionRequest(json.dumps(body)).convert(conversion)
         wanted = package.DeepseekV41Encoding().render_conversation(conversation.conversation)
         assert template.render(messages, tools=tools, options=options) == wanted.prompt
+        published.append(wanted.prompt)
+    assert digest(published) == DIGESTS[case]
 
 
 def parsed(text: str, sizes=None, *, inside: bool = False):

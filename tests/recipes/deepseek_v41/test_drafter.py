@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL
+from tests.recipes.parity.test_target import largest_error
 
 LENGTHS = (1, 15, 16, 17, 24, 25, 97)
 """Around windows of 16 and 24."""

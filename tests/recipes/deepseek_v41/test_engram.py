@@ -11,7 +11,8 @@ from flare_ray.recipes.deepseek_v41.engram import token_map
 from flare_ray.recipes.deepseek_v41.geometry import read_geometry
 from flare_ray.recipes.deepseek_v41.weights import tables
 from tests.recipes.deepseek_v41.published import published_config
-from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL
+from tests.recipes.parity.test_target import largest_error
 from tests.support.deepseek_tiny import compressed, write_checkpoint, write_tokenizer
 from tests.support.recipe_driver import RecipeDriver
 

@@ -9,17 +9,11 @@ import pytest
 from flare_ray.errors import CheckpointError
 from flare_ray.recipes.deepseek_v41.geometry import read_geometry
 from tests.recipes.deepseek_v41.published import published_config
+from tests.support.model_shapes import with_text_settings
 
 
 def changed(**settings: Any) -> dict[str, Any]:
-    """The published config with text settings replaced; ... removes one."""
-    config = published_config()
-    for key, value in settings.items():
-        if value is ...:
-            del config["text_config"][key]
-        else:
-            config["text_config"][key] = value
-    return config
+    return with_text_settings(published_config(), settings)
 
 
 def problems_of(config: dict[str, Any]) -> tuple[str, ...]:

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from flare_ray.device.state.layout import StateLimits, allocations
 from flare_ray.device.weights.budget import format_bytes, rank_shape
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.recipes.deepseek_v41.geometry import Mode, read_geometry
 from flare_ray.recipes.deepseek_v41.state import state_spec
 from flare_ray.recipes.deepseek_v41.weights import manifest
 from tests.recipes.deepseek_v41.published import LAYERS, published_config
+from tests.support.model_shapes import state_bytes
 
 GEOMETRY = read_geometry(published_config())
 SPECS = manifest(GEOMETRY)
@@ -152,16 +152,7 @@ def test_ranks_share_experts_heads_and_tables(world_size, rest, tables):
 def test_state_bytes_are_the_published_ones():
     """3,200 bytes a token in bfloat16 (890 packed), 40 windows, 3 drafter windows, three pending
     rows; rings are eight rows longer than windows."""
-    limits = StateLimits(
-        slots=1,
-        num_pages=2,
-        context_tokens=64,
-        dtype="bfloat16",
-        device="cpu",
-        vocab_size=GEOMETRY.vocab_size,
-        speculation=True,
-    )
-    sizes = {a.name: a.num_bytes // 2 for a in allocations(state_spec(GEOMETRY, 1), limits)}
+    sizes = state_bytes(state_spec(GEOMETRY, 1), GEOMETRY.vocab_size)
 
     def total(beginning: str, end: str) -> int:
         return sum(

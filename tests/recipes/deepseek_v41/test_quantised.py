@@ -13,7 +13,8 @@ from flare_ray.cli.inspect import inspect_checkpoint
 from flare_ray.device.parallel.groups import run_ranks
 from flare_ray.device.weights.formats.mxfp4 import quantise_mxfp4
 from flare_ray.errors import CheckpointError
-from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL
+from tests.recipes.parity.test_target import largest_error
 from tests.support.deepseek_oracle import DeepseekOracle, unpacked
 from tests.support.deepseek_tiny import write_quantised
 from tests.support.recipe_driver import RecipeDriver

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL
+from tests.recipes.parity.test_target import largest_error
 from tests.support.recipe_driver import RecipeDriver
 
 FOLDER = Path(__file__).resolve().parents[3].parent / "shared" / "oracles" / "deepseek"

@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from tests.recipes.deepseek_v41.conftest import LENGTH
+from tests.recipes.parity.test_target import largest_error
 
 LOGITS_ATOL = 1e-4
 """Bound of the contract for float32; 3e-5 were seen, of logits of standard deviation 3."""
 CHUNKS = (1, 2, 5, 8, 3, 16, 17, 30, 1, 1, 40, 26)
 """Around windows of 16 and 24, groups of 2 and 4, and passes longer than a ring."""
-
-
-def largest_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((got - wanted).abs().max())
 
 
 def consumed_in(tiny, chunks) -> torch.Tensor:

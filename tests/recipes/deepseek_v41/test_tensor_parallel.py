@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from flare_ray.device.parallel.groups import run_ranks
-from flare_ray.errors import ConfigError
-from flare_ray.recipes.declaration import BuildOptions, resolve
+from flare_ray.recipes.declaration import resolve
 from flare_ray.recipes.deepseek_v41.recipe import RECIPE
-from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL, largest_error
+from tests.recipes.deepseek_v41.test_target import LOGITS_ATOL
+from tests.recipes.parity.test_target import largest_error
+from tests.recipes.parity.test_tensor_parallel import refuses_three_ranks
 from tests.support.recipe_driver import RecipeDriver
 
 EMITTED = (3, 8, 1, 6, 2)
@@ -54,11 +55,4 @@ def test_state_is_whole_on_every_rank(load_tiny):
 
 
 def test_a_degree_that_divides_nothing_is_refused_by_name(load_tiny):
-    class Three:
-        rank, size = 0, 3
-
-    options = BuildOptions(device="cpu", dtype="float32", prefill_tokens=8, max_width=8)
-    geometry = load_tiny("sparse").driver.geometry
-    for builder in (RECIPE.target, RECIPE.drafter):
-        with pytest.raises(ConfigError, match=r"num_attention_heads 4.*tensor_parallel_size"):
-            resolve(builder)(geometry, None, Three(), options)
+    refuses_three_ranks(load_tiny("sparse").driver)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from flare_ray.device.state.layout import StateLimits, allocations
 from flare_ray.recipes.glm5_next.geometry import read_geometry
 from flare_ray.recipes.glm5_next.state import ring_entries, state_spec
 from flare_ray.recipes.glm5_next.weights import manifest
 from tests.recipes.glm5_next.published import published_config
+from tests.support.model_shapes import state_bytes
 
 GEOMETRY = read_geometry(published_config())
 SPECS = manifest(GEOMETRY)
@@ -90,17 +90,7 @@ def test_tolerated_tensors_are_the_drafters_own_embedding_and_head():
 
 def test_state_bytes_are_the_published_ones():
     """136 MiB per saved recurrent state, 13,056 bytes per cached token, 72 KiB of rings."""
-    limits = StateLimits(
-        slots=1,
-        num_pages=2,
-        context_tokens=64,
-        dtype="bfloat16",
-        device="cpu",
-        vocab_size=GEOMETRY.vocab_size,
-        speculation=True,
-    )
-    sizes = {a.name: a.num_bytes for a in allocations(state_spec(GEOMETRY, 1), limits)}
-    per_slot = {name: size // 2 for name, size in sizes.items()}
+    per_slot = state_bytes(state_spec(GEOMETRY, 1), GEOMETRY.vocab_size)
 
     def total(purpose: str) -> int:
         return sum(size for name, size in per_slot.items() if name.endswith(purpose))

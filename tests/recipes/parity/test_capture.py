@@ -12,15 +12,11 @@ from tests.support.recipe_driver import RecipeDriver
 DEVICES = ("cpu", "cuda")
 
 
-def test_no_step_of_a_round_or_a_prefill_waits_for_values(tiny):
+def run_watched(tiny, *, drafts: int) -> None:
+    """Prefill, draft, verify and commit; a step that waits for values raises `HostWait`."""
     driver, tokens = tiny.driver, tiny.tokens
     lanes = tiny.fresh(2)
     driver.prefill(lanes, [tokens[:70], tokens[:20]])
-    forward, absorb, propose = (
-        driver.target.forward,
-        driver.drafter.absorb,
-        driver.drafter.propose,
-    )
 
     def watched(call):
         def run(*args):
@@ -29,17 +25,23 @@ def test_no_step_of_a_round_or_a_prefill_waits_for_values(tiny):
 
         return run
 
-    driver.target.forward = watched(forward)
-    driver.drafter.absorb = watched(absorb)
-    driver.drafter.propose = watched(propose)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for part, name in (
+            (driver.target, "forward"),
+            (driver.drafter, "absorb"),
+            (driver.drafter, "propose"),
+        ):
+            patch.setattr(part, name, watched(getattr(part, name)))
         driver.prefill(lanes, [tokens[70:101], tokens[20:23]], padded=1)
-        driver.propose(lanes, [tokens[101], tokens[23]], 5, padded=1)
-        verified = driver.verify(lanes, [tokens[101:107], tokens[23:25]], width=6, padded=1)
+        driver.propose(lanes, [tokens[101], tokens[23]], drafts, padded=1)
+        rows = [tokens[101:107], tokens[23:25]]
+        verified = driver.verify(lanes, rows, width=drafts + 1, padded=1)
         driver.commit(verified, [4, 1])
         driver.propose(lanes, [tokens[105], tokens[24]], 0)
-    finally:
-        del driver.target.forward, driver.drafter.absorb, driver.drafter.propose
+
+
+def test_no_step_of_a_round_or_a_prefill_waits_for_values(tiny):
+    run_watched(tiny, drafts=5)
 
 
 @pytest.mark.parametrize(

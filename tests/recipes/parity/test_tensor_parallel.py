@@ -45,16 +45,21 @@ def test_ranks_equal_oracle_and_each_other(tiny, size):
         assert torch.equal(more, drafts)
 
 
-@pytest.mark.parametrize("name", ["wide", "qwen-fused"])
-def test_a_degree_that_divides_nothing_is_refused_by_name(load_tiny, name):
+def refuses_three_ranks(driver: RecipeDriver) -> None:
+    """Neither model of a recipe whose heads are four is built for a rank of three."""
+
     class Three:
         rank, size = 0, 3
 
     options = BuildOptions(device="cpu", dtype="float32", prefill_tokens=8, max_width=8)
-    geometry = load_tiny(name).driver.geometry
-    recipe = load_tiny(name).driver.recipe
-    for builder in (recipe.target, recipe.drafter):
+    for builder in (driver.recipe.target, driver.recipe.drafter):
         with pytest.raises(ConfigError, match=r"num_attention_heads 4.*tensor_parallel_size"):
-            resolve(builder)(geometry, None, Three(), options)
+            resolve(builder)(driver.geometry, None, Three(), options)
+
+
+@pytest.mark.parametrize("name", ["wide", "qwen-fused"])
+def test_a_degree_that_divides_nothing_is_refused_by_name(load_tiny, name):
+    driver = load_tiny(name).driver
+    refuses_three_ranks(driver)
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        resolve(recipe.state)(geometry, 3)
+        resolve(driver.recipe.state)(driver.geometry, 3)

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from flare_ray.device.state.layout import StateLimits, allocations
 from flare_ray.device.weights.budget import format_bytes, rank_shape
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.recipes.qwen4_exp.geometry import Geometry, read_geometry
 from flare_ray.recipes.qwen4_exp.state import ring_entries, state_spec
 from flare_ray.recipes.qwen4_exp.weights import manifest
 from tests.recipes.qwen4_exp.published import published_config
+from tests.support.model_shapes import state_bytes
 
 GEOMETRY = read_geometry(published_config())
 SPECS = manifest(GEOMETRY)
@@ -127,17 +127,7 @@ def test_a_saved_column_is_95_times_a_record():
 
 
 def per_slot(size: int = 1, geometry: Geometry = GEOMETRY) -> dict[str, int]:
-    limits = StateLimits(
-        slots=1,
-        num_pages=2,
-        context_tokens=64,
-        dtype="bfloat16",
-        device="cpu",
-        vocab_size=GEOMETRY.vocab_size,
-        speculation=True,
-    )
-    listed = allocations(state_spec(geometry, size), limits)
-    return {a.name: a.num_bytes // 2 for a in listed}
+    return state_bytes(state_spec(geometry, size), GEOMETRY.vocab_size)
 
 
 def test_state_bytes_are_the_published_ones():

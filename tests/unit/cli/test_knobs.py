@@ -24,7 +24,7 @@ VALUES = {
     "page_pool_tokens": "8192",
     "tensor_parallel_size": "2",
 }
-FLAGS = [(option, flag) for option, names in ALIASES.items() for name in names for flag in [name]]
+FLAGS = [(option, name) for option, names in ALIASES.items() for name in names]
 
 
 def given_to_serve(monkeypatch, arguments):

@@ -95,6 +95,13 @@ def forget_host(harness):
     settle(harness)
 
 
+def leave_on_disk(harness, prompt, *, answer=1):
+    """Run a request of this prompt; its prefix is then on disk alone."""
+    run(harness, "first", prompt, max_tokens=answer)
+    settle(harness)
+    forget_host(harness)
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129, 200])
 def test_evicted_prefix_comes_back_from_the_host(make_tiered, length):
     harness = make_tiered()
@@ -113,9 +120,7 @@ def test_evicted_prefix_comes_back_from_the_host(make_tiered, length):
 def test_prefix_that_left_the_host_too_comes_back_from_disk(make_tiered, length):
     harness = make_tiered(disk_bytes=10_000_000)
     prompt = prompt_of(length)
-    run(harness, "first", prompt, max_tokens=3)
-    settle(harness)
-    forget_host(harness)
+    leave_on_disk(harness, prompt, answer=3)
     end = run(harness, "again", prompt, max_tokens=30)
     assert end.cached_tokens == length
     assert harness.tokens("again") == harness.expected(prompt, 30)
@@ -130,9 +135,7 @@ def test_prefix_that_left_the_host_too_comes_back_from_disk(make_tiered, length)
 def test_rounds_of_others_run_on_while_a_slow_disk_is_read(make_tiered):
     harness = make_tiered(disk_bytes=10_000_000)
     prompt = prompt_of(200)
-    run(harness, "first", prompt, max_tokens=1)
-    settle(harness)
-    forget_host(harness)
+    leave_on_disk(harness, prompt)
     harness.channel.tiers.held.add(TierMove.READ)
     harness.submit("running", prompt_of(20, 3), max_tokens=400)
     harness.run_rounds(3)
@@ -225,9 +228,7 @@ def test_reset_of_all_tiers_leaves_nothing_to_find(make_tiered):
 def test_reset_during_a_restore_makes_the_request_compute(make_tiered):
     harness = make_tiered(disk_bytes=10_000_000)
     prompt = prompt_of(150)
-    run(harness, "first", prompt, max_tokens=1)
-    settle(harness)
-    forget_host(harness)
+    leave_on_disk(harness, prompt)
     harness.channel.tiers.held.add(TierMove.READ)
     harness.submit("waits", prompt, max_tokens=5)
     harness.step(3)
@@ -242,9 +243,7 @@ def test_reset_during_a_restore_makes_the_request_compute(make_tiered):
 def test_request_cancelled_during_its_restore_leaves_the_prefix_usable(make_tiered):
     harness = make_tiered(disk_bytes=10_000_000)
     prompt = prompt_of(150)
-    run(harness, "first", prompt, max_tokens=1)
-    settle(harness)
-    forget_host(harness)
+    leave_on_disk(harness, prompt)
     harness.channel.tiers.held.add(TierMove.READ)
     harness.submit("gone", prompt, max_tokens=5)
     harness.step(3)

@@ -78,6 +78,17 @@ def sse_chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Events of a stream, each named after its type."""
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The inner error object; checks status and shape."""
     assert response.status_code == status, response.text

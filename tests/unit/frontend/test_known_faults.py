@@ -11,6 +11,10 @@ from tests.support.fake_engine_client import answer
 from tests.unit.frontend.conftest import chat_body, error_of, sse_chunks
 
 USER = {"role": "user", "content": "q"}
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
 ROUTES = {
     "/v1/chat/completions": chat_body(),
     "/v1/completions": {"model": "tiny", "prompt": "a"},
@@ -51,30 +55,20 @@ def test_h_15_every_choice_finishes_once_and_is_silent_afterwards(api):
 
 
 def test_h_16_calls_without_content_are_in_the_prompt_whatever_stands_for_nothing(api):
-    function = {"name": "f", "arguments": "{}"}
-    call = {
-        "role": "assistant",
-        "tool_calls": [{"id": "c", "type": "function", "function": function}],
-    }
     result = {"role": "tool", "tool_call_id": "c", "content": "r"}
     prompts = set()
     for empty in ({"content": None}, {}, {"content": ""}, {"content": []}):
-        assert api.chat(messages=[USER, {**call, **empty}, result, USER]).status_code == 200
+        assert api.chat(messages=[USER, {**CALL, **empty}, result, USER]).status_code == 200
         prompts.add(api.prompt)
     (prompt,) = prompts
     assert "<tool_call>" in prompt
 
 
 def test_vllm_25001_tool_result_may_be_a_list_of_parts(api):
-    function = {"name": "f", "arguments": "{}"}
-    call = {
-        "role": "assistant",
-        "tool_calls": [{"id": "c", "type": "function", "function": function}],
-    }
     prompts = set()
     for content in ("ab", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]):
         result = {"role": "tool", "tool_call_id": "c", "content": content}
-        assert api.chat(messages=[USER, call, result]).status_code == 200
+        assert api.chat(messages=[USER, CALL, result]).status_code == 200
         prompts.add(api.prompt)
     assert len(prompts) == 1
 

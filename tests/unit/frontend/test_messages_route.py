@@ -9,6 +9,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.errors import InvalidRequest, Overloaded, RankFailure
 from flare_ray.frontend.anthropic import answer as answers
 from tests.support.fake_engine_client import answer, byte_tokens
+from tests.unit.frontend.conftest import named_events
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {
@@ -24,17 +25,6 @@ def message(api, headers=None, **fields):
     body = {"model": "tiny", "max_tokens": 50, "messages": [USER], **fields}
     body = {key: value for key, value in body.items() if value is not ...}
     return api.request("POST", "/v1/messages", json=body, headers=headers)
-
-
-def events(response):
-    """Events of a stream, each named after its type."""
-    assert response.status_code == 200, response.text
-    found = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
 
 
 def error_of(response, status):
@@ -74,7 +64,7 @@ def test_reasoning_is_shown_only_where_it_was_asked_for(make_api, thinking):
 
 
 def test_stream_has_the_events_of_the_api_in_order(make_api):
-    found = events(
+    found = named_events(
         message(
             make_api(answer(f"why</think>so{CALL}", step=4)),
             thinking=ADAPTIVE,
@@ -121,7 +111,7 @@ def test_stream_adds_up_to_the_whole_answer(make_api, text, step):
     fields = {"thinking": ADAPTIVE, "tools": [TOOL], "headers": {"x-request-id": "same"}}
     whole = message(make_api(answer(text, step=step)), **fields).json()
     blocks = []
-    for e in events(message(make_api(answer(text, step=step)), stream=True, **fields)):
+    for e in named_events(message(make_api(answer(text, step=step)), stream=True, **fields)):
         if e["type"] == "content_block_start":
             blocks.append(e["content_block"])
             arguments = ""
@@ -349,7 +339,7 @@ def test_failure_inside_a_stream_is_its_last_event(make_api):
     def failed(request):
         return Failed(request.request_id, "rank_failure", "rank 1 died", status=503)
 
-    found = events(message(make_api(script), stream=True))
+    found = named_events(message(make_api(script), stream=True))
     assert found[-1]["error"] == {"type": "api_error", "message": "rank 1 died"}
     assert found[-1]["type"] == "error"
     error = error_of(message(make_api(script)), 503)
@@ -358,7 +348,7 @@ def test_failure_inside_a_stream_is_its_last_event(make_api):
 
 def test_silence_is_filled_with_pings(make_api, monkeypatch):
     monkeypatch.setattr(answers, "PING_S", 0.02)
-    found = events(message(make_api(answer("x</think>ab", step=50, pause=0.2)), stream=True))
+    found = named_events(message(make_api(answer("x</think>ab", step=50, pause=0.2)), stream=True))
     assert [e["type"] for e in found[:3]] == ["message_start", "ping", "ping"]
     assert found[-1]["type"] == "message_stop"
 

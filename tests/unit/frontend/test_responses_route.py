@@ -9,7 +9,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.errors import Overloaded
 from flare_ray.frontend.responses.requests import REFUSED
 from tests.support.fake_engine_client import answer, byte_tokens
-from tests.unit.frontend.conftest import error_of
+from tests.unit.frontend.conftest import error_of, named_events
 
 TOOL = {
     "type": "function",
@@ -28,13 +28,8 @@ def respond(api, headers=None, **fields):
 
 
 def events(response):
-    """Events of a stream, each named after its type and numbered from 0."""
-    assert response.status_code == 200, response.text
-    found = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
+    """Events of a stream, numbered from 0."""
+    found = named_events(response)
     assert [e["sequence_number"] for e in found] == list(range(len(found)))
     return found
 
