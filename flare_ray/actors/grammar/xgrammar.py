@@ -14,6 +14,7 @@ import numpy as np
 import xgrammar
 
 from flare_ray.actors.grammar.structure import Format
+from flare_ray.actors.masks import mask_words
 from flare_ray.controller.grammar.utf8 import BROKEN, START, Utf8Masks
 from flare_ray.errors import ContractViolation, InvalidRequest
 
@@ -61,7 +62,7 @@ def compile_tag(tag: Format, vocabulary: Vocabulary) -> str:
         compiled = compiler.compile_structural_tag(json.dumps(tag))
         text = compiled.serialize_json()
         # Whether anything can follow at all is only seen by matching.
-        rows = np.zeros((1, -(-vocabulary.info.vocab_size // 32)), np.int32)
+        rows = np.zeros((1, mask_words(vocabulary.info.vocab_size)), np.int32)
         xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(rows, 0)
     except (RuntimeError, ValueError, TypeError) as error:
         reason = _WHERE.sub("", str(error).strip().splitlines()[-1] if str(error) else "refused")
@@ -108,7 +109,8 @@ class Matcher:
             rows[row] = -1
             return
         self._library.fill_next_token_bitmask(rows, row)
-        rows[row] &= self._utf8.masks[self._states[-1]]
+        mask = rows[row]
+        mask &= self._utf8.masks[self._states[-1]]
 
     def try_token(self, token: int) -> bool:
         """See `GrammarMatcher`."""

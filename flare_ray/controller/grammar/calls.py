@@ -128,9 +128,7 @@ def call_pieces(tool: ToolGrammar, syntax: CallSyntax) -> tuple[Piece, ...]:
 
 def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
     resolver = Resolver(schema)
-    flat = resolver.flat(schema, "#")
-    if "$ref" in flat:
-        flat = resolver.flat({"allOf": [flat, {}]}, "#")
+    flat = resolver.resolved(schema, "#")
     if "object" not in types_of(flat, "#") or {"anyOf", "oneOf", "enum", "const"} & set(flat):
         raise refused("#", "the arguments of a function are one object with properties")
     required = names_of(flat, "#")
@@ -153,9 +151,7 @@ def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
 def _value(root: Any, part: Any, path: str, close: str) -> Piece:
     """One argument between its value tags; the closing one is part of a `Free`."""
     resolver = Resolver(root)
-    flat = resolver.flat(part, path)
-    if set(flat) == {"$ref"}:
-        flat = resolver.flat({"allOf": [flat, {}]}, path)
+    flat = resolver.resolved(part, path)
     kinds = _kinds(resolver, flat, path)
     if "string" not in kinds:
         return Written(to_ebnf("root", JsonLanguage(root, flat).rules))
@@ -178,10 +174,7 @@ def _kinds(resolver: Resolver, flat: Schema, path: str) -> set[str]:
         if keyword in flat:
             found: set[str] = set()
             for branch in flat[keyword]:
-                part = resolver.flat(branch, path)
-                if set(part) == {"$ref"}:
-                    part = resolver.flat({"allOf": [part, {}]}, path)
-                found |= _kinds(resolver, part, path)
+                found |= _kinds(resolver, resolver.resolved(branch, path), path)
             return found & set(types_of(flat, path)) if "type" in flat else found
     if "enum" in flat or "const" in flat:
         return {"string" if isinstance(v, str) else "other" for v in literal_values(flat, path)}

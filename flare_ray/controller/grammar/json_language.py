@@ -163,12 +163,7 @@ class JsonLanguage:
         rest = without(flat, [keyword])
         places = [f"{path}/{keyword}/{place}" for place in range(len(branches))]
         if keyword == "oneOf":
-            seen = []
-            for branch, where in zip(branches, places, strict=True):
-                part = self._resolver.flat(branch, where)
-                if set(part) == {"$ref"}:
-                    part = self._resolver.flat({"allOf": [part, {}]}, where)
-                seen.append(part)
+            seen = list(map(self._resolver.resolved, branches, places))
             if len(seen) > 1 and not are_apart(seen, path):
                 raise refused(
                     path,

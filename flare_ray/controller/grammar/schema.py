@@ -133,6 +133,11 @@ class Resolver:
             own = self.merged(own, flat, path)
         return own
 
+    def resolved(self, schema: Any, path: str) -> Schema:
+        """As `flat`, a lone $ref followed too."""
+        flat = self.flat(schema, path)
+        return self.flat({"allOf": [flat]}, path) if "$ref" in flat else flat
+
     def merged(self, left: Schema, right: Schema, path: str) -> dict[str, Any]:
         """A flat schema that admits at most what both admit.
 

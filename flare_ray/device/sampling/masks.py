@@ -23,9 +23,12 @@ def allowed_tokens(mask: Tensor, masked: Tensor, vocabulary: int) -> Tensor:
     Returns:
         [B, W, V] bool.
     """
-    shifts = torch.arange(WORD_BITS, device=mask.device, dtype=torch.int32)
-    allowed = ((mask.unsqueeze(-1) >> shifts) & 1).flatten(-2)[..., :vocabulary].bool()
-    return allowed | ~masked.view(-1, 1, 1)
+    # A byte looks its eight tokens up, and lanes are opened as words: no pass over the vocabulary.
+    values, bits = torch.arange(256, device=mask.device), torch.arange(8, device=mask.device)
+    tokens = ((values.unsqueeze(1) >> bits) & 1).bool()
+    words = torch.where(masked.view(-1, 1, 1), mask, -1)
+    found = tokens.index_select(0, words.view(torch.uint8).flatten().int())
+    return found.view(*mask.shape[:2], -1)[..., :vocabulary]
 
 
 def apply_token_mask(logits: Tensor, mask: Tensor, masked: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from torch import Tensor
 from flare_ray.device.sampling.chain import draw, verify_chain
 from flare_ray.device.sampling.coupled import Coupling, coupled_draws
 from flare_ray.device.sampling.filters import FilterParams, target_probs
-from flare_ray.device.sampling.masks import apply_token_mask
 from flare_ray.device.speculation.inputs import FilterBounds
 from flare_ray.device.speculation.lanes import Draws
 
@@ -36,19 +35,10 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class MaskRows:
-    """Grammar rows of one execution: rows [B, W, words] int32; lanes [B] bool, which use them."""
-
-    rows: Tensor
-    lanes: Tensor
-
-
-@dataclass(slots=True)
 class RowHealth:
     """Whether rows can be sampled from.
 
     Attributes:
-        logits: [B, W, V] float32; rows without a token are flat, so that nothing NaN comes of them.
         healthy: [B] bool, as in `Verdict`.
         exhausted: [B] bool or None, as in `Verdict`.
         usable: [B] int64, most drafts to count as accepted: where the first row without a token is
@@ -56,7 +46,6 @@ class RowHealth:
             None = no row is without one.
     """
 
-    logits: Tensor
     healthy: Tensor
     exhausted: Tensor | None = None
     usable: Tensor | None = None
@@ -70,21 +59,22 @@ def row_health(logits: Tensor, valid: Tensor, *, may_exhaust: bool) -> RowHealth
     has no token left.
 
     Args:
-        logits: [B, W, V] float32, masked; NaN and +inf are the model's faults.
+        logits: [B, W, V] float32, masked; NaN and +inf are the model's faults. Changed where
+            `may_exhaust`: rows without a token get token 0, so that nothing NaN comes of them.
         valid: [B, W] bool.
         may_exhaust: host-known: rows without a token are possible.
     """
     highest = logits.amax(-1)
     finite = torch.isfinite(highest)
     if not may_exhaust:
-        return RowHealth(logits, (finite | ~valid).all(-1))
+        return RowHealth((finite | ~valid).all(-1))
     empty = torch.isneginf(highest)
     rows = torch.arange(logits.shape[1], device=logits.device)
     first = torch.where(empty & valid, rows, logits.shape[1]).amin(1)
     exhausted = first == 0
     healthy = (finite | empty | ~valid).all(-1) & ~exhausted
-    flat = torch.where(empty.unsqueeze(-1), 0.0, logits)
-    return RowHealth(flat, healthy, exhausted, (first - 1).clamp_(min=0))
+    logits[..., 0].masked_fill_(empty, 0.0)
+    return RowHealth(healthy, exhausted, (first - 1).clamp_(min=0))
 
 
 def accept_chain(
@@ -139,11 +129,6 @@ def sample_rows(
         return draw(p[:, 0], draws)
     own = coupled_draws(p, coupling)[:, 0]
     return own if coupling.every_lane else torch.where(coupling.lanes, own, draw(p[:, 0], draws))
-
-
-def masked_logits(logits: Tensor, masks: MaskRows | None) -> Tensor:
-    """Logits with every row's own mask applied; unchanged where no lane is constrained."""
-    return logits if masks is None else apply_token_mask(logits, masks.rows, masks.lanes)
 
 
 def scored_logits(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.speculation.inputs import LaneField
+from flare_ray.device.speculation.proposal import write_point_masses
 
 
 @dataclass(slots=True)
@@ -47,8 +48,5 @@ def obey_barrier(
     tokens = planned[:, LaneField.COPIES : LaneField.COPIES + depth]
     replaced = tokens >= 0
     candidates.drafts = torch.where(replaced, tokens, candidates.drafts)
-    kept = q[:, :depth]
-    kept.masked_fill_(replaced.unsqueeze(-1), 0.0)
-    index = candidates.drafts.unsqueeze(-1)
-    kept.scatter_(-1, index, torch.where(replaced.unsqueeze(-1), 1.0, kept.gather(-1, index)))
+    write_point_masses(narrowed, candidates.drafts, replaced)
     candidates.copies = planned[:, LaneField.COPIES :]

@@ -106,8 +106,9 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     )
     going_on = torch.where(move.completed, Phase.READY.value, Phase.FILLING.value)
     phase = torch.where(status > Status.ACTIVE.value, Phase.ENDED.value, going_on) * lanes.active
-    absorbed = torch.zeros_like(consumed)
-    if keeps_pairs:
+    if not keeps_pairs:
+        absorbed = torch.zeros_like(consumed)
+    else:
         absorbed = (consumed - 1).clamp_(min=0) if store.spec.history == "pairs" else consumed
     after = torch.stack(
         (phase, move.pending, consumed, generated, budget, move.column, absorbed), dim=1

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.device.sampling.masks import apply_token_mask
 from flare_ray.device.sampling.philox import uniforms
 from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
-    MaskRows,
-    masked_logits,
     row_health,
     sample_rows,
     scored_logits,
@@ -223,20 +222,18 @@ def _first_token(model: Model, inputs: PrefillInputs, chunk: _Chunk) -> FirstTok
     if not facts.sampled:
         none, all_ = torch.zeros_like(final), torch.ones_like(final)
         return FirstToken(given.clamp(min=0), final, none, all_, chunk.output.logits)
-    masks = None
+    logits = adjusted_logits(chunk.output.logits, rows, model.store.request, facts.filters)
     if facts.masked:
-        masks = MaskRows(inputs.masks, planned[:, ChunkField.MASKED] > 0)
-    adjusted = adjusted_logits(chunk.output.logits, rows, model.store.request, facts.filters)
-    logits = masked_logits(adjusted, masks)
+        logits = apply_token_mask(logits, inputs.masks, planned[:, ChunkField.MASKED] > 0)
     sampled = final & (given < 0)
     health = row_health(logits, sampled.unsqueeze(1), may_exhaust=facts.may_exhaust)
     consumed = lanes.field(Core.CONSUMED) + rows.lengths
     offset = (consumed - 1).clamp_(min=0) * OFFSET_STRIDE
     draws = uniforms(lanes.core[:, KEYS][:, RngDomain.SAMPLE], offset, 1)[:, 0]
     coupling = coupling_of(lanes, (consumed - 1).clamp_(min=0))
-    drawn = sample_rows(health.logits, params=lanes.params, draws=draws, coupling=coupling)
+    drawn = sample_rows(logits, params=lanes.params, draws=draws, coupling=coupling)
     token = torch.where(sampled, drawn, given.clamp(min=0))
-    scored = scored_logits(chunk.output.logits, health.logits, lanes.params, facts.filters)
+    scored = scored_logits(chunk.output.logits, logits, lanes.params, facts.filters)
     return FirstToken(token, final, sampled, health.healthy, scored, health.exhausted)
 
 

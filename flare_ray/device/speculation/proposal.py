@@ -71,13 +71,18 @@ class Proposals:
             copy = self._copies[:, depth]
             is_copy = copy >= 0
             token = torch.where(is_copy, copy, token)
-            kept.masked_fill_(is_copy.unsqueeze(1), 0.0)
-            index = token.unsqueeze(1)
-            at_token = torch.where(is_copy.unsqueeze(1), 1.0, kept.gather(1, index))
-            kept.scatter_(1, index, at_token)
+            write_point_masses(kept, token, is_copy)
         self.tokens.append(token)
         return token
 
     def stacked(self) -> Tensor:
         """[B, D] int64, every draft in order."""
         return torch.stack(self.tokens, dim=1)
+
+
+def write_point_masses(q: Tensor, tokens: Tensor, chosen: Tensor) -> None:
+    """Make rows of q [..., V] point masses at their `tokens` [...] int64 where `chosen` [...] bool
+    says so."""
+    rows, index = chosen.unsqueeze(-1), tokens.unsqueeze(-1)
+    q.masked_fill_(rows, 0.0)
+    q.scatter_(-1, index, torch.where(rows, 1.0, q.gather(-1, index)))

@@ -249,7 +249,7 @@ def _accept(
     if work.allowed is not None:
         logits = torch.where(work.allowed, logits, float("-inf"))
     health = row_health(logits, work.rows.valid, may_exhaust=work.facts.may_exhaust)
-    logits, params, width = health.logits, work.lanes.params, logits.shape[1]
+    params, width = work.lanes.params, logits.shape[1]
     scored = scored_logits(output.logits, logits, params, work.facts.filters)
     if width == 1:
         token = sample_rows(
