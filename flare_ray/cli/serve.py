@@ -85,6 +85,7 @@ class HttpOptions(NamedTuple):
 
 def serve_file(path: Path, options: EngineOptions, http: HttpOptions) -> int:
     """Serve a deployment file on Ray until SIGINT or SIGTERM.
+
     Returns:
         0 after a stop that was asked for.
     Raises:

@@ -15,8 +15,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from flare_ray.frontend.openai.responses import encode
+
 Result = TypeVar("Result")
-_encode = msgspec.json.Encoder().encode
 
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -28,7 +29,7 @@ SSE_HEADERS = {
 def event(value: msgspec.Struct) -> bytes:
     """One server-sent event, named after the record's type tag."""
     name = str(value.__struct_config__.tag)
-    return b"event: " + name.encode() + b"\ndata: " + _encode(value) + b"\n\n"
+    return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
 class ClientGone(Exception):

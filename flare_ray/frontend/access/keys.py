@@ -22,9 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flare_ray.errors import ConfigError
+from flare_ray.frontend.closed import Closed
 
 logger = logging.getLogger("ray.serve.flare")
 
@@ -34,11 +35,7 @@ KEY_PATTERN = r"^[!-~]{16,512}$"
 """What an HTTP header carries unchanged, and long enough that nobody guesses it."""
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class ApiKey(_Closed):
+class ApiKey(Closed):
     """One key and what it is allowed."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$", description="For logs and limits.")
@@ -75,7 +72,7 @@ class ApiKey(_Closed):
         return bytes.fromhex(self.key_sha256)
 
 
-class KeyFile(_Closed):
+class KeyFile(Closed):
     """The document."""
 
     keys: list[ApiKey] = Field(min_length=1)

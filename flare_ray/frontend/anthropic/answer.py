@@ -40,10 +40,10 @@ from flare_ray.frontend.anthropic.records import (
     ThinkingDelta,
     ToolUseBlock,
     Usage,
-    encode,
 )
 from flare_ray.frontend.client import RequestStream
 from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.openai.responses import encode
 from flare_ray.frontend.parsers import ChatEvent, ContentText, ReasoningText, ToolCall
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.sse import event

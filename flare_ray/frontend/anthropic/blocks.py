@@ -11,40 +11,36 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.closed import Closed, validated
 
 ERROR_PREFIX = "Error: "
 """Templates have no field for a tool result that is an error; the model reads it in the text."""
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class CacheControl(_Closed):
+class CacheControl(Closed):
     """A mark up to which the client would like the prefix to be kept."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Text(_Closed):
+class _Text(Closed):
     type: Literal["text"]
     text: str
     cache_control: CacheControl | None = None
     citations: list[Any] | None = Field(None, max_length=0)
 
 
-class _Thought(_Closed):
+class _Thought(Closed):
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
 
 
-class _ToolUse(_Closed):
+class _ToolUse(Closed):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
@@ -53,7 +49,7 @@ class _ToolUse(_Closed):
     caller: Any = None
 
 
-class _ToolResult(_Closed):
+class _ToolResult(Closed):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Any = None
@@ -61,15 +57,15 @@ class _ToolResult(_Closed):
     cache_control: CacheControl | None = None
 
 
-_USER: Mapping[str, type[_Closed]] = {"text": _Text, "tool_result": _ToolResult}
-_ASSISTANT: Mapping[str, type[_Closed]] = {
+_USER: Mapping[str, type[Closed]] = {"text": _Text, "tool_result": _ToolResult}
+_ASSISTANT: Mapping[str, type[Closed]] = {
     "text": _Text,
     "thinking": _Thought,
     "tool_use": _ToolUse,
 }
 
 
-class _Message(_Closed):
+class _Message(Closed):
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
 
@@ -82,7 +78,7 @@ def system_text(system: str | Sequence[Any] | None, path: str = "system") -> str
     """
     if system is None or isinstance(system, str):
         return system or ""
-    return "\n\n".join(_blocks(system, {"text": _Text}, path, str))
+    return "\n\n".join(_texts(system, path))
 
 
 def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
@@ -97,7 +93,7 @@ def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     calls: set[str] = set()
     for i, raw in enumerate(messages):
         path = f"messages[{i}]"
-        message = _validate(_Message, raw, path)
+        message = validated(_Message, raw, path)
         if message.content in ("", []):
             raise InvalidRequest(f"{path}.content: must not be empty", param=f"{path}.content")
         if message.role == "user":
@@ -121,14 +117,13 @@ def _user(content: str | list[Any], path: str, calls: set[str]) -> Iterator[dict
     if isinstance(content, str):
         yield {"role": "user", "content": content}
         return
-    parsed = list(_blocks(content, _USER, path, None))
-    for is_text, group in groupby(parsed, key=lambda block: isinstance(block, _Text)):
-        blocks = list(group)
+    parsed = enumerate(list(_blocks(content, _USER, path)))
+    for is_text, group in groupby(parsed, key=lambda entry: isinstance(entry[1], _Text)):
         if is_text:
-            yield {"role": "user", "content": "".join(block.text for block in blocks)}
+            yield {"role": "user", "content": "".join(block.text for _, block in group)}
             continue
-        for block in blocks:
-            yield _result(block, f"{path}[{parsed.index(block)}]", calls)
+        for i, block in group:
+            yield _result(block, f"{path}[{i}]", calls)
 
 
 def _result(block: _ToolResult, path: str, calls: set[str]) -> dict[str, Any]:
@@ -142,7 +137,7 @@ def _result(block: _ToolResult, path: str, calls: set[str]) -> dict[str, Any]:
     if block.content is None or isinstance(block.content, str):
         text = block.content or ""
     elif isinstance(block.content, list):
-        text = "".join(_blocks(block.content, {"text": _Text}, where, str))
+        text = "".join(_texts(block.content, where))
     else:
         raise InvalidRequest(f"{where}: must be a string or a list of blocks", param=where)
     prefix = ERROR_PREFIX if block.is_error else ""
@@ -155,7 +150,7 @@ def _assistant(content: str | list[Any], path: str, calls: set[str]) -> dict[str
     text: list[str] = []
     thoughts: list[str] = []
     uses: list[dict[str, Any]] = []
-    for block in _blocks(content, _ASSISTANT, path, None):
+    for block in _blocks(content, _ASSISTANT, path):
         if isinstance(block, _Text):
             text.append(block.text)
         elif isinstance(block, _Thought):
@@ -172,10 +167,13 @@ def _assistant(content: str | list[Any], path: str, calls: set[str]) -> dict[str
     return message
 
 
-def _blocks(
-    blocks: Sequence[Any], models: Mapping[str, type[_Closed]], path: str, kind: type | None
-) -> Iterator[Any]:
-    """Blocks as records; with `kind` str, as their text."""
+def _texts(blocks: Sequence[Any], path: str) -> Iterator[str]:
+    """Texts of blocks that may be nothing else."""
+    return (block.text for block in _blocks(blocks, {"text": _Text}, path))
+
+
+def _blocks(blocks: Sequence[Any], models: Mapping[str, type[Closed]], path: str) -> Iterator[Any]:
+    """Blocks as records."""
     for i, block in enumerate(blocks):
         where = f"{path}[{i}]"
         given = block.get("type") if isinstance(block, dict) else None
@@ -186,12 +184,4 @@ def _blocks(
                 f"{', '.join(models)}",
                 param=f"{where}.type",
             )
-        parsed = _validate(model, block, where)
-        yield parsed.text if kind is str and isinstance(parsed, _Text) else parsed
-
-
-def _validate(model: type[Any], value: Any, path: str) -> Any:
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise validation_failure(error, path) from error
+        yield validated(model, block, where)

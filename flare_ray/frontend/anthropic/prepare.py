@@ -10,7 +10,7 @@ from starlette.requests import Request
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.anthropic.answer import MessageAnswer
 from flare_ray.frontend.anthropic.errors import VERSION_HEADER
-from flare_ray.frontend.anthropic.records import TokensCount, encode
+from flare_ray.frontend.anthropic.records import TokensCount
 from flare_ray.frontend.anthropic.requests import (
     RENAMED,
     CountBody,
@@ -20,7 +20,8 @@ from flare_ray.frontend.anthropic.requests import (
     parse,
 )
 from flare_ray.frontend.client import EngineInfo
-from flare_ray.frontend.openai.prepare import Prepared, check_served, prepare_chat
+from flare_ray.frontend.openai.prepare import Prepared, check_model, prepare_chat
+from flare_ray.frontend.openai.responses import encode
 from flare_ray.frontend.openai.tokens import chat_tokens
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.translated import in_words_of
@@ -52,7 +53,7 @@ async def prepare_message(
     Raises:
         InvalidRequest: anything is wrong with it.
     """
-    _check_model(settings, body)
+    check_model(settings, body)
     parsed = parse(MessagesBody, body)
     chat = chat_request(settings, parsed)
     prepared = await in_words_of(RENAMED, prepare_chat(settings, info, chat, unique_id=unique_id))
@@ -66,13 +67,7 @@ async def count_tokens(settings: ApiSettings, info: EngineInfo, body: Mapping[st
     Raises:
         InvalidRequest: anything is wrong with the body.
     """
-    _check_model(settings, body)
+    check_model(settings, body)
     chat = chat_prompt(settings, parse(CountBody, body))
     tokens = await in_words_of(RENAMED, chat_tokens(settings, info, chat))
     return encode(TokensCount(len(tokens)))
-
-
-def _check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
-    model = body.get("model")
-    if isinstance(model, str):
-        check_served(settings, model)

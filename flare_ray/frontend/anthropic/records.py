@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-_encode = msgspec.json.Encoder().encode
-
 
 class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     pass
@@ -145,8 +143,3 @@ class TokensCount(msgspec.Struct, frozen=True):
 
 
 BlockEvent = BlockStart | BlockDelta | BlockStop
-
-
-def encode(value: msgspec.Struct) -> bytes:
-    """JSON."""
-    return _encode(value)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.anthropic.blocks import CacheControl, chat_messages, system_text
-from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.closed import Closed, validated
 from flare_ray.frontend.settings import ApiSettings
 
 REFUSED: tuple[str, ...] = (
@@ -40,37 +40,33 @@ RENAMED = {
 }
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class _Thinking(_Closed):
+class _Thinking(Closed):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
-class _Format(_Closed):
+class _Format(Closed):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class _OutputConfig(_Closed):
+class _OutputConfig(Closed):
     effort: str | None = None
     format: _Format | None = None
 
 
-class _Metadata(_Closed):
+class _Metadata(Closed):
     user_id: str | None = Field(None, max_length=512)
 
 
-class _ToolChoice(_Closed):
+class _ToolChoice(Closed):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Tool(_Closed):
+class _Tool(Closed):
     name: str
     type: Literal["custom"] | None = None
     description: str | None = None
@@ -83,7 +79,7 @@ class _Tool(_Closed):
     allowed_callers: list[Literal["direct"]] | None = None
 
 
-class CountBody(_Closed):
+class CountBody(Closed):
     """POST /v1/messages/count_tokens: what reaches the prompt."""
 
     model: str
@@ -133,10 +129,7 @@ def parse(model: type[Body], body: Mapping[str, Any]) -> Body:
             raise InvalidRequest(
                 f"{name} is not supported by this server; leave it out", param=name
             )
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise validation_failure(error) from error
+    return validated(model, body)
 
 
 def chat_prompt(settings: ApiSettings, body: CountBody) -> dict[str, Any]:
@@ -191,10 +184,7 @@ def _function(tool: Any, path: str) -> dict[str, Any]:
             f"{str(tool.get('type'))[:60]!r} out",
             param=f"{path}.type",
         )
-    try:
-        parsed = _Tool.model_validate(tool)
-    except ValidationError as error:
-        raise validation_failure(error, path) from error
+    parsed = validated(_Tool, tool, path)
     function = {"name": parsed.name, "parameters": parsed.input_schema}
     for name in ("description", "strict"):
         if getattr(parsed, name) is not None:

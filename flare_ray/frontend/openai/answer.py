@@ -326,14 +326,13 @@ class Answer:
                 yield pair
 
     def _choice(self, index: int) -> Choice:
-        detokenizer = IncrementalDetokenizer(self._settings.codec.token_bytes)
-        wanted = self._prepared.logprobs
-        scored = ScoredTokens(self._settings.codec.token_bytes, wanted=wanted)
+        token_bytes = self._settings.codec.token_bytes
+        scored = ScoredTokens(token_bytes, wanted=self._prepared.logprobs)
         if not self._style.chat:
             echoes = self._prepared.echoes
             return TextChoiceBuilder(
                 index,
-                detokenizer,
+                IncrementalDetokenizer(token_bytes),
                 scored,
                 echo=echoes[index] if echoes else None,
                 discards=self._prepared.discards,

@@ -1,8 +1,8 @@
 """Log-probabilities of visible tokens in the two shapes OpenAI defines (contract: K4).
 
-They are the model's own, before penalties, bias, temperature and filters. A token whose probability
-is zero in float32 is given FLOOR, since JSON has no infinity (known fault H-11). Entries wait until
-their chunk is sent: a token may show no text yet.
+They are the model's own, or those of the distribution drawn from, as the deployment says. A token
+whose probability is zero in float32 is given FLOOR, since JSON has no infinity (known fault H-11).
+Entries wait until their chunk is sent: a token may show no text yet.
 """
 
 from __future__ import annotations

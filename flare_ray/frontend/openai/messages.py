@@ -12,20 +12,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.closed import Closed, validated
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 FUNCTION_NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class _Instruction(_Closed):
+class _Instruction(Closed):
     """System, developer and user messages. A speaker's `name` has no place in the templates."""
 
     role: str
@@ -33,26 +29,26 @@ class _Instruction(_Closed):
     name: Literal[None] = None
 
 
-class _ToolMessage(_Closed):
+class _ToolMessage(Closed):
     role: str
     content: Any = None
     tool_call_id: str | None = None
     name: str | None = None
 
 
-class _CalledFunction(_Closed):
+class _CalledFunction(Closed):
     name: str = Field(min_length=1)
     arguments: Any = None
 
 
-class _Call(_Closed):
+class _Call(Closed):
     id: str | None = None
     type: Literal["function"] | None = None
     index: int | None = None
     function: _CalledFunction
 
 
-class _AssistantMessage(_Closed):
+class _AssistantMessage(Closed):
     role: str
     content: Any = None
     name: Literal[None] = None
@@ -65,19 +61,19 @@ class _AssistantMessage(_Closed):
     annotations: list[Any] | None = Field(None, max_length=0)
 
 
-class _Function(_Closed):
+class _Function(Closed):
     name: str = Field(pattern=FUNCTION_NAME_PATTERN)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class _Tool(_Closed):
+class _Tool(Closed):
     type: Literal["function"]
     function: _Function
 
 
-_MODEL_OF_ROLE: Mapping[str, type[BaseModel]] = {
+_MODEL_OF_ROLE: Mapping[str, type[Closed]] = {
     "system": _Instruction,
     "developer": _Instruction,
     "user": _Instruction,
@@ -106,7 +102,7 @@ def normalise_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     declared: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
         path = f"tools[{i}]"
-        parsed = _validate(_Tool, tool, path)
+        parsed = validated(_Tool, tool, path)
         if any(other["function"]["name"] == parsed.function.name for other in declared):
             raise InvalidRequest(
                 f"{path}.function.name: {parsed.function.name!r} is declared twice",
@@ -126,7 +122,7 @@ def _normalise(message: Any, path: str) -> dict[str, Any]:
             f"{path}.role: must be one of {', '.join(_MODEL_OF_ROLE)}, got {_short(role)}",
             param=f"{path}.role",
         )
-    parsed = _validate(model, message, path)
+    parsed: Any = validated(model, message, path)
     content = _text(parsed.content, f"{path}.content")
     if isinstance(parsed, _AssistantMessage):
         return _assistant(parsed, content, path)
@@ -214,13 +210,6 @@ def _part(part: Any, path: str) -> str:
             code="unknown_parameter",
         )
     return text
-
-
-def _validate(model: type[Any], value: Any, path: str) -> Any:
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise validation_failure(error, path) from error
 
 
 def _short(value: Any) -> str:

@@ -93,7 +93,7 @@ async def prepare_chat(
     Raises:
         InvalidRequest: anything is wrong with it.
     """
-    _check_model(settings, body)
+    check_model(settings, body)
     chat = parse_body(ChatBody, body)
     messages = normalise_messages(chat.messages)
     declared = normalise_tools(chat.tools)
@@ -155,7 +155,7 @@ async def prepare_completion(
     Raises:
         InvalidRequest: anything is wrong with it.
     """
-    _check_model(settings, body)
+    check_model(settings, body)
     completion = parse_body(CompletionBody, body)
     prompts = completion.prompts()
     encode = settings.codec.encode_prompt
@@ -312,8 +312,12 @@ async def _banned(
     return await settings.pool.run(lambda: settings.codec.encode_words(words))
 
 
-def _check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
-    """The name is looked at before anything else: another model has other parameters."""
+def check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
+    """Refuse a body for another model, before anything else: that has other parameters.
+
+    Raises:
+        InvalidRequest: as `check_served`.
+    """
     model = body.get("model")
     if isinstance(model, str):
         check_served(settings, model)

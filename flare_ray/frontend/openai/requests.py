@@ -1,34 +1,28 @@
-"""Request bodies as closed, strict models, and their violations with the path of the field."""
+"""Request bodies of OpenAI's endpoints as closed models."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.contracts.request import SamplingParams
 from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.closed import Closed, validated
 from flare_ray.frontend.openai.parameters import drop_neutral
 from flare_ray.frontend.openai.structured import ResponseFormat, StructuredOutputs
 
-MAX_LISTED_PROBLEMS = 5
 MAX_CHOICES = 64
 """Generations that one request may ask for: prompts times `n`."""
 
 
-class _Model(BaseModel):
-    """Strict: a JSON string is never taken for a number, nor true for 1."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class StreamOptions(_Model):
+class StreamOptions(Closed):
     """Only what is asked for by the value true has an effect (known fault H-05)."""
 
     include_usage: bool | None = None
@@ -36,7 +30,7 @@ class StreamOptions(_Model):
     continuous_usage_stats: Literal[False] | None = None
 
 
-class _GenerationBody(_Model):
+class _GenerationBody(Closed):
     """Parameters that both endpoints share; null means the same as absence."""
 
     model: str
@@ -273,7 +267,7 @@ def _is_ids(value: Any) -> bool:
     )
 
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=Closed)
 
 
 def decode_json(data: bytes) -> dict[str, Any]:
@@ -306,50 +300,4 @@ def parse_body(model: type[Body], body: Mapping[str, Any]) -> Body:
     Raises:
         InvalidRequest: names each offending field by its path, the first one in `param`.
     """
-    try:
-        return model.model_validate(drop_neutral(body, model.model_fields))
-    except ValidationError as error:
-        raise validation_failure(error) from error
-
-
-def validation_failure(error: ValidationError, prefix: str = "") -> InvalidRequest:
-    """The pydantic error as one message that lists fields by path."""
-    problems = error.errors(include_url=False, include_context=False)
-    lines = [_problem(prefix, p["loc"], p["msg"], p.get("input")) for p in problems]
-    shown = "; ".join(lines[:MAX_LISTED_PROBLEMS])
-    if len(lines) > MAX_LISTED_PROBLEMS:
-        shown += f"; and {len(lines) - MAX_LISTED_PROBLEMS} more"
-    missing = problems[0]["type"] == "missing"
-    return InvalidRequest(
-        shown,
-        param=field_path(problems[0]["loc"], prefix) or None,
-        code="missing_required_parameter" if missing else "invalid_type",
-    )
-
-
-def field_path(location: Sequence[int | str], prefix: str = "") -> str:
-    """`messages[0].content` for ("messages", 0, "content")."""
-    path = prefix
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        else:
-            path += f".{part}" if path else part
-    return path
-
-
-def _problem(prefix: str, location: Sequence[int | str], message: str, value: Any) -> str:
-    path = field_path(location, prefix)
-    if not path:
-        return message
-    got = "" if message.startswith("Field required") else f" (got {_kind(value)})"
-    return f"{path}: {message}{got}"
-
-
-def _kind(value: Any) -> str:
-    names = {str: "a string", bool: "a boolean", dict: "an object", list: "a list"}
-    if value is None:
-        return "null"
-    if type(value) in (int, float):
-        return str(value)
-    return names.get(type(value), type(value).__name__)
+    return validated(model, drop_neutral(body, model.model_fields))

@@ -18,23 +18,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from flare_ray.contracts.grammar import AnswerKind, CallSyntax, GrammarSpec, ToolGrammar
 from flare_ray.controller.grammar.calls import call_pieces
 from flare_ray.errors import InvalidRequest
+from flare_ray.frontend.closed import Closed
 from flare_ray.recipes.declaration import ChatFormat
 
 ANY_OBJECT = '{"type":"object"}'
 MAX_CHOICES = 1024
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class JsonSchemaFormat(_Closed):
+class JsonSchemaFormat(Closed):
     """The named schema of `response_format`. Whatever `strict` says, the schema is enforced."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -43,7 +40,7 @@ class JsonSchemaFormat(_Closed):
     strict: bool | None = None
 
 
-class ResponseFormat(_Closed):
+class ResponseFormat(Closed):
     """`response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -58,7 +55,7 @@ class ResponseFormat(_Closed):
         return self
 
 
-class StructuredOutputs(_Closed):
+class StructuredOutputs(Closed):
     """`structured_outputs`: exactly one of the fields."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -222,10 +219,12 @@ def chat_grammar(
     Raises:
         InvalidRequest: a strict function's parameters cannot be enforced.
     """
-    callable_ = [tool["function"] for tool in tools if use.shown]
-    if use.only:
-        callable_ = [function for function in callable_ if function["name"] == use.only]
-    strict = any(function.get("strict") for function in callable_)
+    callable_ = [
+        (place, tool["function"])
+        for place, tool in enumerate(tools)
+        if use.shown and use.only in ("", tool["function"]["name"])
+    ]
+    strict = any(function.get("strict") for _, function in callable_)
     narrow = use.required or strict or (bool(callable_) and not parallel)
     if source is None and not narrow:
         return None
@@ -241,7 +240,7 @@ def chat_grammar(
         source="" if source is None or use.required else source.source,
         tools=tuple(
             _tool_grammar(function, place, syntax)
-            for place, function in enumerate(callable_)
+            for place, function in callable_
             if syntax is not None
         ),
         calls="required" if use.required else "optional",

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.client import EngineInfo
+from flare_ray.frontend.closed import Closed, validated
 from flare_ray.frontend.openai.prepare import check_served, prepare_chat
-from flare_ray.frontend.openai.requests import validation_failure
 from flare_ray.frontend.openai.responses import encode
 from flare_ray.frontend.settings import ApiSettings
 
@@ -20,10 +19,8 @@ UNBOUNDED_TOKENS = 2**40
 CHAT_FIELDS = ("messages", "tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Closed):
     """POST /tokenize: `prompt`, or the fields of a chat request that reach its template."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     model: str | None = None
     prompt: str | None = None
@@ -36,10 +33,8 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Closed):
     """POST /detokenize."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     model: str | None = None
     tokens: list[int]
@@ -133,10 +128,7 @@ async def detokenize(settings: ApiSettings, info: EngineInfo, body: Mapping[str,
 
 
 def _parse(model: type[Any], settings: ApiSettings, body: Mapping[str, Any]) -> Any:
-    try:
-        parsed = model.model_validate(body)
-    except ValidationError as error:
-        raise validation_failure(error) from error
+    parsed = validated(model, body)
     if parsed.model is not None:
         check_served(settings, parsed.model)
     return parsed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 
+from flare_ray.frontend.parsers.stages import StagedScanner
 from flare_ray.frontend.parsers.text import could_begin
 from flare_ray.frontend.parsers.values import INVALID_JSON, strict_json
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
@@ -17,7 +17,7 @@ LONGEST_HEAD = 512
 """Letters in which the opening tag of a call or an argument must end."""
 
 
-class AttributesScanner:
+class AttributesScanner(StagedScanner):
     """` name="f">`, arguments, and the closing tag; a call without arguments may end in `/>`.
 
     An argument is `arg_key_open name="key" string="true">value arg_value_close`. Its value runs to
@@ -27,24 +27,9 @@ class AttributesScanner:
     """
 
     def __init__(self, chat: ChatFormat) -> None:
+        super().__init__(self._scan_name)
         self._chat = chat
-        self._at = 0
-        self._search = 0
-        self._name = ""
-        self._key = ""
         self._raw = True
-        self._arguments: dict[str, str] = {}
-        self._stage: Callable[[str], ParsedCall | Malformed | None] = self._scan_name
-
-    def scan(self, text: str) -> ParsedCall | Malformed | None:
-        """See `CallScanner.scan`."""
-        while True:
-            at, stage = self._at, self._stage
-            result = stage(text)
-            if result is not None:
-                return result
-            if self._at == at and self._stage == stage:
-                return None
 
     def _head(self, text: str, form: re.Pattern[str]) -> re.Match[str] | Malformed | None:
         """The opening tag's attributes, from where it stands to its end."""
@@ -73,11 +58,7 @@ class AttributesScanner:
         rest = text[self._at :].lstrip()
         start = len(text) - len(rest)
         if rest.startswith(closing):
-            pairs = (
-                f"{json.dumps(key, ensure_ascii=False)}: {value}"
-                for key, value in self._arguments.items()
-            )
-            return ParsedCall(self._name, "{" + ", ".join(pairs) + "}", start + len(closing))
+            return self._call(start + len(closing))
         if rest.startswith(opening):
             self._at = start + len(opening)
             self._stage = self._scan_key
@@ -96,15 +77,11 @@ class AttributesScanner:
         return None
 
     def _scan_value(self, text: str) -> None:
-        closing = self._chat.arg_value_close
-        at = text.find(closing, self._search)
-        if at < 0:
-            self._search = max(self._at, len(text) - len(closing) + 1)
+        raw = self._value(text, self._chat.arg_value_close)
+        if raw is None:
             return
-        raw = text[self._at : at]
         if self._raw or strict_json(raw) is INVALID_JSON:
             self._arguments[self._key] = json.dumps(raw, ensure_ascii=False)
         else:
             self._arguments[self._key] = raw.strip()
-        self._at = at + len(closing)
         self._stage = self._scan_next

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from flare_ray.frontend.parsers.attribute_calls import AttributesScanner
+from flare_ray.frontend.parsers.stages import StagedScanner
 from flare_ray.frontend.parsers.text import could_begin, find_first
 from flare_ray.frontend.parsers.values import argument_json, strict_json
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
@@ -38,7 +39,7 @@ def scanner_for(chat: ChatFormat, tools: Mapping[str, Mapping[str, Any]]) -> Cal
     return JsonScanner(chat)
 
 
-class ArgPairsScanner:
+class ArgPairsScanner(StagedScanner):
     """`name<arg_key>k</arg_key><arg_value>v</arg_value>...` up to the closing tag.
 
     White space around the name and between pairs is layout. A value runs to its closing tag and may
@@ -47,24 +48,9 @@ class ArgPairsScanner:
     """
 
     def __init__(self, chat: ChatFormat, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(self._scan_name)
         self._chat = chat
         self._tools = tools
-        self._at = 0
-        self._search = 0
-        self._name: str | None = None
-        self._key: str | None = None
-        self._arguments: dict[str, str] = {}
-        self._stage = self._scan_name
-
-    def scan(self, text: str) -> ParsedCall | Malformed | None:
-        """See `CallScanner.scan`."""
-        while True:
-            at, stage = self._at, self._stage
-            result = stage(text)
-            if result is not None:
-                return result
-            if self._at == at and self._stage == stage:
-                return None
 
     def _scan_name(self, text: str) -> ParsedCall | Malformed | None:
         tags = (self._chat.arg_key_open, self._chat.tool_close)
@@ -89,13 +75,7 @@ class ArgPairsScanner:
         rest = text[self._at :].lstrip()
         start = len(text) - len(rest)
         if rest.startswith(self._chat.tool_close):
-            assert self._name is not None
-            pairs = (
-                f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in self._arguments.items()
-            )
-            return ParsedCall(
-                self._name, "{" + ", ".join(pairs) + "}", start + len(self._chat.tool_close)
-            )
+            return self._call(start + len(self._chat.tool_close))
         if rest.startswith(self._chat.arg_key_open):
             self._at = start + len(self._chat.arg_key_open)
             self._stage = self._scan_key
@@ -133,15 +113,10 @@ class ArgPairsScanner:
         return None if could_begin(rest, (opening,)) else Malformed(start)
 
     def _scan_value(self, text: str) -> None:
-        closing = self._chat.arg_value_close
-        at = text.find(closing, self._search)
-        if at < 0:
-            self._search = max(self._at, len(text) - len(closing) + 1)
+        raw = self._value(text, self._chat.arg_value_close)
+        if raw is None:
             return
-        assert self._name is not None and self._key is not None
-        raw = text[self._at : at]
         self._arguments[self._key] = argument_json(raw, self._tools.get(self._name, {}), self._key)
-        self._at = at + len(closing)
         self._stage = self._scan_next
 
 

@@ -1,6 +1,6 @@
-"""Argument values of the "arg_pairs" style: raw text to JSON, by the tool's own schema.
+"""Argument values in styles that do not mark strings: raw text to JSON, by the tool's own schema.
 
-The style writes strings raw and everything else as JSON, so `123` is ambiguous: the schema of the
+They write strings raw and everything else as JSON, so `123` is ambiguous: the schema of the
 argument decides, and where it admits several types the non-string reading wins only if it is one
 of them. A value that is not what its schema says stays a string: the caller of the tool sees what
 the model wrote.

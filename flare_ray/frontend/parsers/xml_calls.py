@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from flare_ray.frontend.parsers.stages import StagedScanner
 from flare_ray.frontend.parsers.text import could_begin
 from flare_ray.frontend.parsers.values import argument_json
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
@@ -16,7 +16,7 @@ PARAMETER_OPEN, PARAMETER_CLOSE = "<parameter=", "</parameter>"
 PARAMETER_NAME = re.compile(r"[^<>\n]+")
 
 
-class XmlParametersScanner:
+class XmlParametersScanner(StagedScanner):
     """`<function=name><parameter=key>value</parameter>...</function>` up to the closing tag.
 
     White space between tags is layout, and so is one line break at either end of a value. A value
@@ -25,24 +25,9 @@ class XmlParametersScanner:
     """
 
     def __init__(self, tool_close: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(self._scan_function)
         self._close = tool_close
         self._tools = tools
-        self._at = 0
-        self._search = 0
-        self._name = ""
-        self._key = ""
-        self._arguments: dict[str, str] = {}
-        self._stage: Callable[[str], ParsedCall | Malformed | None] = self._scan_function
-
-    def scan(self, text: str) -> ParsedCall | Malformed | None:
-        """See `CallScanner.scan`."""
-        while True:
-            at, stage = self._at, self._stage
-            result = stage(text)
-            if result is not None:
-                return result
-            if self._at == at and self._stage == stage:
-                return None
 
     def _scan_function(self, text: str) -> Malformed | None:
         end = self._after(text, FUNCTION_OPEN)
@@ -75,21 +60,18 @@ class XmlParametersScanner:
         return None
 
     def _scan_value(self, text: str) -> None:
-        at = text.find(PARAMETER_CLOSE, self._search)
-        if at < 0:
-            self._search = max(self._at, len(text) - len(PARAMETER_CLOSE) + 1)
+        raw = self._value(text, PARAMETER_CLOSE)
+        if raw is None:
             return
-        raw = text[self._at : at].removeprefix("\n").removesuffix("\n")
+        raw = raw.removeprefix("\n").removesuffix("\n")
         self._arguments[self._key] = argument_json(raw, self._tools.get(self._name, {}), self._key)
-        self._at = at + len(PARAMETER_CLOSE)
         self._stage = self._scan_next
 
     def _scan_end(self, text: str) -> ParsedCall | Malformed | None:
         end = self._after(text, self._close)
         if isinstance(end, Malformed) or end is None:
             return end
-        pairs = (f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in self._arguments.items())
-        return ParsedCall(self._name, "{" + ", ".join(pairs) + "}", end)
+        return self._call(end)
 
     def _after(self, text: str, *tags: str) -> int | Malformed | None:
         """Position behind the tag that comes next, after optional white space."""

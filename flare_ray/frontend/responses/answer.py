@@ -19,6 +19,7 @@ from flare_ray.contracts import messages
 from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.frontend.client import EngineInfo, RequestStream
 from flare_ray.frontend.openai.prepare import Prepared
+from flare_ray.frontend.openai.responses import encode
 from flare_ray.frontend.parsers import ChatEvent, ContentText, ToolCall
 from flare_ray.frontend.responses import records as r
 from flare_ray.frontend.responses.requests import ResponseBody
@@ -194,7 +195,7 @@ class ResponseAnswer:
                 finished = item
         assert finished is not None
         self._finish(finished)
-        return r.encode(self._ended(finished))
+        return encode(self._ended(finished))
 
     async def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
         """Server-sent events; those that are ready together come out as one piece."""

@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.closed import Closed, validated
 
 INPUT_PARTS = ("input_text", "output_text", "text")
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class _Item(_Closed):
+class _Item(Closed):
     """What clients send back with an item they were given; it says nothing to the model."""
 
     id: str | None = None
@@ -50,7 +46,7 @@ class _Output(_Item):
     output: str | list[Any]
 
 
-class _Thought(_Closed):
+class _Thought(Closed):
     type: Literal["reasoning_text"]
     text: str
 
@@ -138,7 +134,7 @@ def _parse(raw: Any, path: str) -> _Item:
             param=f"{path}.type",
         )
     # Clients send answers back with every field they know, unset ones too.
-    return _validate(model, {k: v for k, v in raw.items() if v is not None}, path)
+    return validated(model, {k: v for k, v in raw.items() if v is not None}, path)
 
 
 def _text(content: str | Sequence[Any], path: str) -> str:
@@ -163,10 +159,3 @@ def _part(part: Any, path: str) -> str:
         if name not in ("type", "text", "annotations", "logprobs"):
             raise InvalidRequest(f"{path}.{name[:60]}: unknown field", param=f"{path}.{name[:60]}")
     return str(part["text"])
-
-
-def _validate(model: type[_Item], value: Any, path: str) -> _Item:
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise validation_failure(error, path) from error

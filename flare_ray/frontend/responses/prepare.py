@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flare_ray.frontend.client import EngineInfo
-from flare_ray.frontend.openai.prepare import Prepared, check_served, prepare_chat
+from flare_ray.frontend.openai.prepare import Prepared, check_model, prepare_chat
 from flare_ray.frontend.responses.answer import ResponseAnswer
 from flare_ray.frontend.responses.requests import RENAMED, chat_request, parse
 from flare_ray.frontend.settings import ApiSettings
@@ -21,9 +21,7 @@ async def prepare_response(
     Raises:
         InvalidRequest: anything is wrong with it.
     """
-    model = body.get("model")
-    if isinstance(model, str):
-        check_served(settings, model)
+    check_model(settings, body)
     parsed = parse(body)
     chat = chat_request(parsed)
     prepared = await in_words_of(RENAMED, prepare_chat(settings, info, chat, unique_id=unique_id))

@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-_encode = msgspec.json.Encoder().encode
-
 
 class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     pass
@@ -235,8 +233,3 @@ class ArgumentsDone(
 
     name: str
     arguments: str
-
-
-def encode(value: msgspec.Struct) -> bytes:
-    """JSON."""
-    return _encode(value)

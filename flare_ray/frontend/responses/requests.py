@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.openai.requests import validation_failure
+from flare_ray.frontend.closed import Closed, validated
 from flare_ray.frontend.responses.items import chat_messages
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
@@ -40,17 +40,13 @@ RENAMED = {
 }
 
 
-class _Closed(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-
-class _Reasoning(_Closed):
+class _Reasoning(Closed):
     effort: str | None = None
     summary: Literal[None] = None
     generate_summary: Literal[None] = None
 
 
-class _Format(_Closed):
+class _Format(Closed):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -58,16 +54,16 @@ class _Format(_Closed):
     strict: bool | None = None
 
 
-class _Text(_Closed):
+class _Text(Closed):
     format: _Format | None = None
     verbosity: Literal[None] = None
 
 
-class _StreamOptions(_Closed):
+class _StreamOptions(Closed):
     include_obfuscation: Literal[False] | None = None
 
 
-class _Tool(_Closed):
+class _Tool(Closed):
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -76,12 +72,12 @@ class _Tool(_Closed):
     defer_loading: Literal[False] | None = None
 
 
-class _Choice(_Closed):
+class _Choice(Closed):
     type: Literal["function"]
     name: str
 
 
-class ResponseBody(_Closed):
+class ResponseBody(Closed):
     """POST /v1/responses."""
 
     model: str
@@ -117,10 +113,7 @@ def parse(body: Mapping[str, Any]) -> ResponseBody:
                 param=name,
                 code="unsupported_parameter",
             )
-    try:
-        return ResponseBody.model_validate({k: v for k, v in body.items() if k not in REFUSED})
-    except ValidationError as error:
-        raise validation_failure(error) from error
+    return validated(ResponseBody, {k: v for k, v in body.items() if k not in REFUSED})
 
 
 def chat_request(body: ResponseBody) -> dict[str, Any]:
@@ -161,10 +154,7 @@ def _function(tool: Any, path: str) -> dict[str, Any]:
             f"got {str(kind)[:60]!r}",
             param=f"{path}.type",
         )
-    try:
-        parsed = _Tool.model_validate(tool)
-    except ValidationError as error:
-        raise validation_failure(error, path) from error
+    parsed = validated(_Tool, tool, path)
     function = parsed.model_dump(include={"name", "description", "parameters", "strict"})
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
 
@@ -172,10 +162,7 @@ def _function(tool: Any, path: str) -> dict[str, Any]:
 def _choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
-    try:
-        name = _Choice.model_validate(choice).name
-    except ValidationError as error:
-        raise validation_failure(error, "tool_choice") from error
+    name = validated(_Choice, choice, "tool_choice").name
     return {"type": "function", "function": {"name": name}}
 
 

@@ -253,3 +253,11 @@ def test_several_problems_are_listed_together(api):
     error = error_of(api.chat(temperature="hot", top_k="many"), 400)
     assert "temperature" in error["message"]
     assert "top_k" in error["message"]
+
+
+def test_schema_that_cannot_be_enforced_is_named_by_its_place_among_all_tools(api):
+    function = {"name": "g", "strict": True, "parameters": {"type": "object", "not": {}}}
+    choice = {"type": "function", "function": {"name": "g"}}
+    tools = [TOOL, {"type": "function", "function": function}]
+    response = api.post("/v1/chat/completions", chat_body(tools=tools, tool_choice=choice))
+    assert error_of(response, 400)["param"] == "tools[1].function.parameters"
