@@ -1,2 +1,2 @@
 """Model families, one folder each; `declaration` is what they fill in, `fields` reads their
-config.json, `registry` finds them."""
+config.json, `reading` their tensors, `registry` finds them."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Family = Literal["target", "drafter"]
+ROWS, COLUMNS = 0, 1
+"""Dimension of an [out, in] matrix that tensor parallelism divides."""
 
 
 @dataclass(frozen=True, slots=True)

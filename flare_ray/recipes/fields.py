@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from flare_ray.errors import CheckpointError
+from flare_ray.errors import CheckpointError, ConfigError
 
 Number = TypeVar("Number", int, float)
 
@@ -194,6 +194,24 @@ class Fields:
         text = repr(got)
         shown = text if len(text) <= 120 else f"{text[:117]}..."
         self._problems.append(f"{self._path}{key}: got {shown}, expected {expected}")
+
+
+def check_shared(sizes: Mapping[str, int], world_size: int, *, also: Sequence[str] = ()) -> None:
+    """Refuse a TP degree that some divided size does not admit.
+
+    Args:
+        sizes: by name.
+        also: further names with sizes, found wrong by other rules.
+    Raises:
+        ConfigError: names every such size.
+    """
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % world_size]
+    wrong += also
+    if wrong:
+        raise ConfigError(
+            f"{', '.join(wrong)} cannot be shared by {world_size} ranks; choose another "
+            "tensor_parallel_size"
+        )
 
 
 def _is_integer(value: object) -> bool:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flare_ray.device.layers.absorbed import AbsorbedOutput, AbsorbedQuery
-from flare_ray.device.layers.rows import IndexLayout, PagedRows, listed_places
+from flare_ray.device.layers.rows import IndexLayout, PagedRows, join_ring, listed_places
 from flare_ray.device.ops.indexed_attention.api import causal_attention, indexed_attention
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.pooled_index.api import (
@@ -85,7 +85,11 @@ class IndexedMlaBlock:
     """
 
     def __init__(self, weights: IndexedMlaWeights, layout: IndexLayout) -> None:
-        self._weights = weights
+        self._query_norm, self._latent_norm = weights.query_norm, weights.latent_norm
+        self._key_norm = weights.key_norm
+        self._ape = weights.ape
+        self._query, self._output = weights.query, weights.output
+        self._scale = weights.scale
         self._layout = layout
         self._joint = Linear(weights.joint)
         self._index_query = Linear(weights.index_query)
@@ -110,23 +114,22 @@ class IndexedMlaBlock:
             [B * T, H], this rank's partial sum.
         """
         projected = self._write(x, rows, state)
-        weights = self._weights
-        low_rank = weights.query_norm(projected.query)
-        query = weights.query(low_rank)
+        low_rank = self._query_norm(projected.query)
+        query = self._query(low_rank)
         if rows.read is not None and rows.bias is not None:
             attended = causal_attention(
                 query.unflatten(0, (rows.batch, rows.width)),
                 state.latent,
                 rows.read,
                 rows.bias,
-                scale=weights.scale,
+                scale=self._scale,
             ).flatten(0, 1)
         else:
             index = self.select(low_rank, projected.head_weights, rows, state.pooled)
             attended = indexed_attention(
-                query, state.latent, listed_places(rows.page_table, index), scale=weights.scale
+                query, state.latent, listed_places(rows.page_table, index), scale=self._scale
             )
-        return weights.output(attended)
+        return self._output(attended)
 
     def select(
         self, low_rank: Tensor, head_weights: Tensor, rows: PagedRows, pooled: Tensor
@@ -149,26 +152,17 @@ class IndexedMlaBlock:
         return selected_tokens(pools, rows.seen, pool=layout.pool)
 
     def _write(self, x: Tensor, rows: PagedRows, state: IndexedState) -> _Projected:
-        weights, dim = self._weights, self._index_dim
+        dim = self._index_dim
         rank, end = self._query_rank, self._query_rank + self._latent
         joint = self._joint(x)
-        state.latent.index_copy_(0, rows.latent_write, weights.latent_norm(joint[:, rank:end]))
-        key = F.layer_norm(joint[:, end : end + dim], (dim,), *weights.key_norm, KEY_NORM_EPS)
+        state.latent.index_copy_(0, rows.latent_write, self._latent_norm(joint[:, rank:end]))
+        key = F.layer_norm(joint[:, end : end + dim], (dim,), *self._key_norm, KEY_NORM_EPS)
         pairs = torch.cat((key, joint[:, end + dim : end + 2 * dim]), dim=1)
         self._finish_pools(pairs, rows, state)
         return _Projected(joint[:, :rank], joint[:, end + 2 * dim :])
 
     def _finish_pools(self, pairs: Tensor, rows: PagedRows, state: IndexedState) -> None:
-        """Pools that these rows complete, then the rows that stay in the ring.
-
-        The ring is read before it is written: a long pass overwrites what its first pool needs.
-        """
-        pool = self._layout.pool
-        before = state.tail.index_select(0, rows.ring_read).view(rows.batch, pool - 1, -1)
-        held = torch.cat((before, pairs.view(rows.batch, rows.width, -1)), dim=1).flatten(0, 1)
-        if rows.pool_rows is not None:
-            held = held.index_select(0, rows.pool_rows)
-        keys = pool_keys(held.view(-1, pool, 2, self._index_dim), self._weights.ape)
+        """Pools that these rows complete; what stays goes into the ring."""
+        held = join_ring(pairs, rows, state.tail, pool=self._layout.pool)
+        keys = pool_keys(held.unflatten(2, (2, self._index_dim)), self._ape)
         state.pooled.index_copy_(0, rows.pool_write, keys)
-        kept = pairs if rows.ring_rows is None else pairs.index_select(0, rows.ring_rows)
-        state.tail.index_copy_(0, rows.ring_write, kept)

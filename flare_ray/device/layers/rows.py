@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS
+from flare_ray.recipes.declaration import ProposalStart
 
 
 @dataclass(slots=True)
@@ -30,6 +31,20 @@ class Span:
     valid: Tensor
     slots: Tensor
     page_table: Tensor
+
+
+def proposal_span(start: ProposalStart) -> Span:
+    """Rows N - 1, N, ... of a drafter that takes one a step, step-major: `PagedRows.steps` cuts
+    them. There is one step even at depth 0, which completes the pair."""
+    count = max(start.depth, 1)
+    first = (start.consumed - 1).clamp_(min=0)
+    ahead = torch.arange(count, device=first.device).unsqueeze(1)
+    return Span(
+        (first + ahead).view(-1, 1),
+        start.active.repeat(count).unsqueeze(1),
+        start.slots.repeat(count),
+        start.page_table.repeat(count, 1),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +187,25 @@ def listed_places(page_table: Tensor, tokens: Tensor) -> Tensor:
     page = page_table.gather(1, column).view_as(tokens)
     places = page.mul_(PAGE_TOKENS).add_(tokens % PAGE_TOKENS)
     return places.masked_fill_(tokens < 0, -1).flatten(0, 1)
+
+
+def join_ring(raw: Tensor, rows: PagedRows, tail: Tensor, *, pool: int) -> Tensor:
+    """Rows [B * pools, pool, D] of the pools that a pass may finish; leaves in the ring what stays.
+
+    The ring is read before it is written: a long pass overwrites what its first pool needs.
+
+    Args:
+        raw: [B * T, D].
+        tail: [(S + 1) * entries, D], written in place.
+        pool: rows of a pool.
+    """
+    before = tail.index_select(0, rows.ring_read).view(rows.batch, pool - 1, raw.shape[1])
+    held = torch.cat((before, raw.unflatten(0, (rows.batch, rows.width))), dim=1).flatten(0, 1)
+    if rows.pool_rows is not None:
+        held = held.index_select(0, rows.pool_rows)
+    kept = raw if rows.ring_rows is None else raw.index_select(0, rows.ring_rows)
+    tail.index_copy_(0, rows.ring_write, kept)
+    return held.view(-1, pool, raw.shape[1])
 
 
 @dataclass(slots=True)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flare_ray.device.layers.rows import IndexLayout, PagedRows, Span, listed_places, paged_rows
+from flare_ray.device.layers.rows import (
+    IndexLayout,
+    PagedRows,
+    Span,
+    join_ring,
+    listed_places,
+    paged_rows,
+)
 from flare_ray.device.ops.grouped_attention.api import (
     KeyValues,
     causal_attention,
@@ -117,7 +124,9 @@ class SparseAttentionBlock:
     """
 
     def __init__(self, weights: SparseAttentionWeights, layout: IndexLayout) -> None:
-        self._weights = weights
+        self._query_norm, self._key_norm = weights.query_norm, weights.key_norm
+        self._index_query_norm = weights.index_query_norm
+        self._index_key_norm = weights.index_key_norm
         self._layout = layout
         self._joint = Linear(weights.joint)
         self._output = Linear(weights.output)
@@ -171,7 +180,7 @@ class SparseAttentionBlock:
         paged = rows.paged
         if paged.pool_read is None:
             raise ContractViolation("these rows attend to every position in view, not to selected")
-        query = self._by_head(index_query, self._weights.index_query_norm)
+        query = self._by_head(index_query, self._index_query_norm)
         query = rotate(query, rows.turns).unflatten(0, (paged.batch, paged.width))
         keys = pooled.index_select(0, paged.pool_read).view(paged.batch, -1, self._index_dim)
         group = self._layout.pool
@@ -181,10 +190,10 @@ class SparseAttentionBlock:
         return selected_tokens(groups, paged.seen, pool=group)
 
     def _write(self, x: Tensor, rows: RotatedRows, state: SparseState) -> _Projected:
-        weights, paged = self._weights, rows.paged
+        paged = rows.paged
         query, gate, key, value, index_query, raw = self._joint(x).split(self._parts, dim=1)
-        query = rotate(self._by_head(query, weights.query_norm), rows.turns)
-        key = rotate(self._by_head(key, weights.key_norm), rows.turns)
+        query = rotate(self._by_head(query, self._query_norm), rows.turns)
+        key = rotate(self._by_head(key, self._key_norm), rows.turns)
         state.cache.keys.index_copy_(0, paged.latent_write, key)
         value = value.unflatten(1, (-1, self._dim))
         state.cache.values.index_copy_(0, paged.latent_write, value)
@@ -197,19 +206,10 @@ class SparseAttentionBlock:
         return rows.view(flat.shape[0], -1, norm.size)
 
     def _finish_groups(self, raw: Tensor, rows: RotatedRows, state: SparseState) -> None:
-        """Groups that these rows complete, then the rows that stay in the ring.
-
-        The ring is read before it is written: a long pass overwrites what its first group needs.
-        """
-        group, paged, dim = self._layout.pool, rows.paged, self._index_dim
-        before = state.tail.index_select(0, paged.ring_read).view(paged.batch, group - 1, dim)
-        new = raw.unflatten(0, (paged.batch, paged.width))
-        held = torch.cat((before, new), dim=1).flatten(0, 1)
-        if paged.pool_rows is not None:
-            held = held.index_select(0, paged.pool_rows)
-        mean = held.view(-1, group, dim).to(torch.float32).mean(1).to(raw.dtype)
-        keys = self._weights.index_key_norm(mean).unsqueeze(1)
+        """Groups that these rows complete; what stays goes into the ring."""
+        paged = rows.paged
+        held = join_ring(raw, paged, state.tail, pool=self._layout.pool)
+        mean = held.to(torch.float32).mean(1).to(raw.dtype)
+        keys = self._index_key_norm(mean).unsqueeze(1)
         keys = rotate(keys, rows.group_turns).squeeze(1)
         state.pooled.index_copy_(0, paged.pool_write, keys)
-        kept = raw if paged.ring_rows is None else raw.index_select(0, paged.ring_rows)
-        state.tail.index_copy_(0, paged.ring_write, kept)

@@ -105,7 +105,14 @@ class RankWeights:
         Raises:
             ContractViolation: the manifest does not list it, or its family is not loaded.
         """
-        return self._spec(name)
+        spec = self._specs.get(name)
+        if spec is None:
+            raise ContractViolation(f"{name} is not in the recipe's manifest; list it there")
+        if spec.family not in self._families:
+            raise ContractViolation(
+                f"{name} belongs to the {spec.family}, and only {sorted(self._families)} is loaded"
+            )
+        return spec
 
     def is_quantised(self, name: str) -> bool:
         """Whether a stored tensor is in a quantised format. Raises as `tensor` does."""
@@ -118,7 +125,7 @@ class RankWeights:
         Raises:
             ContractViolation: the manifest does not list it, or its family is not loaded.
         """
-        self._spec(name)
+        self.spec(name)
         return name in self._weights
 
     def tensor(
@@ -195,18 +202,8 @@ class RankWeights:
                 f"{', '.join(left)}; read them, or take them out of the manifest"
             )
 
-    def _spec(self, name: str) -> TensorSpec:
-        spec = self._specs.get(name)
-        if spec is None:
-            raise ContractViolation(f"{name} is not in the recipe's manifest; list it there")
-        if spec.family not in self._families:
-            raise ContractViolation(
-                f"{name} belongs to the {spec.family}, and only {sorted(self._families)} is loaded"
-            )
-        return spec
-
     def _ask(self, name: str, split: Split | None) -> tuple[StoredWeight, tuple[Range, ...]]:
-        spec = self._spec(name)
+        spec = self.spec(name)
         if name not in self._weights:
             raise ContractViolation(f"{name} is tolerated, not stored; ask has() before reading it")
         if split is not None and split.count > 1 and split.dim != spec.shard_dim:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.pooled_index.api import (
     best_pools,
     candidate_blocks,
@@ -185,7 +184,7 @@ class AttentionWeights:
     """
 
     joint: Multiply
-    query: Linear | Multiply
+    query: Multiply
     query_norm: RmsNorm
     key_norm: RmsNorm
     sink: Tensor

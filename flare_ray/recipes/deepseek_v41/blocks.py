@@ -30,9 +30,8 @@ from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.weights.budget import shard_bounds
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
-from flare_ray.device.weights.loader import RankWeights, Split
 from flare_ray.errors import CheckpointError, ConfigError
-from flare_ray.recipes.declaration import Communicator
+from flare_ray.recipes.declaration import ROWS, Communicator
 from flare_ray.recipes.deepseek_v41.attention import (
     Attention,
     AttentionWeights,
@@ -43,34 +42,17 @@ from flare_ray.recipes.deepseek_v41.attention import (
 )
 from flare_ray.recipes.deepseek_v41.engram import Engram, EngramLayer
 from flare_ray.recipes.deepseek_v41.geometry import QUANTISED_GROUP, Geometry, Mode, MoeShape
-from flare_ray.recipes.deepseek_v41.weights import COLUMNS, HEAD, ROWS, layer_prefix, tables
+from flare_ray.recipes.deepseek_v41.weights import HEAD, layer_prefix, tables
+from flare_ray.recipes.fields import check_shared
+from flare_ray.recipes.reading import RankReader
 
 _PARTS = ("w1", "w2", "w3")
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(RankReader[Geometry]):
     """A rank's view of the checkpoint."""
 
-    geometry: Geometry
-    weights: RankWeights
-    comm: Communicator
-
-    def whole(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor as every rank holds it."""
-        return self.weights.tensor(name, dtype=dtype)
-
-    def rows(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of the outputs."""
-        return self.weights.tensor(name, split=self.split(ROWS), dtype=dtype)
-
-    def columns(self, name: str) -> Tensor:
-        """This rank's part of the inputs."""
-        return self.weights.tensor(name, split=self.split(COLUMNS))
-
-    def split(self, dim: int) -> Split:
-        """This rank's part along a dimension."""
-        return Split(dim, self.comm.rank, self.comm.size)
+    __slots__ = ()
 
     def norm(self, name: str) -> RmsNorm:
         """An RMS norm with the model's epsilon."""
@@ -130,12 +112,7 @@ def check_divisible(geometry: Geometry, world_size: int) -> None:
     }
     if geometry.engram.layers:
         sizes["Engram columns"] = geometry.engram.columns
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % world_size]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} cannot be shared by {world_size} ranks; choose another "
-            "tensor_parallel_size"
-        )
+    check_shared(sizes, world_size)
 
 
 def vocabulary_head(reader: Reader) -> Multiply:

@@ -123,7 +123,6 @@ class Entries:
     """Compressed entries of one ratio.
 
     Attributes:
-        ratio: positions per entry.
         write: [R] places of the page pool; the null page's where a row ends no entry.
         first: [R] position of an entry's first token: how far it is rotated.
         visible: [B, T] entries a row sees, 0 where it takes no part.
@@ -131,7 +130,6 @@ class Entries:
         every: [R, N] places with -1 = hidden, where all in view are taken; None = rows select.
     """
 
-    ratio: int
     write: Tensor
     first: Tensor
     visible: Tensor
@@ -161,4 +159,4 @@ def entry_rows(span: Span, ratio: int, *, top_k: int) -> Entries:
         every = read.unsqueeze(1).expand(-1, width, -1).masked_fill(hidden, -1)
         every = every.reshape(batch * width, count)
     first = (span.positions - (ratio - 1)).clamp_(min=0).reshape(-1)
-    return Entries(ratio, write.view(-1), first, visible, read, every)
+    return Entries(write.view(-1), first, visible, read, every)

@@ -8,17 +8,16 @@ unread until images are served (contract: R9).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from flare_ray.device.ops.engram.buckets import Buckets, bucket_layout
-from flare_ray.recipes.declaration import Family, TensorSpec
+from flare_ray.recipes.declaration import COLUMNS, ROWS, Family, TensorSpec
 from flare_ray.recipes.deepseek_v41.geometry import Geometry, Mode, MoeShape
 
 EMBEDDING = "embed.weight"
 FINAL_NORM = "norm.weight"
 HEAD = "head.weight"
-ROWS, COLUMNS = 0, 1
-"""Dimension of an [out, in] matrix that tensor parallelism divides."""
 
 
 def layer_prefix(layer: int) -> str:
@@ -31,6 +30,7 @@ def stage_prefix(stage: int) -> str:
     return f"mtp.{stage}."
 
 
+@functools.lru_cache(maxsize=4)
 def tables(geometry: Geometry) -> tuple[Buckets, ...]:
     """Columns of every Engram table, in the order of their layers."""
     engram = geometry.engram

@@ -7,10 +7,7 @@ and selection see equal inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
 from flare_ray.device.layers.absorbed import AbsorbedOutput, AbsorbedQuery
 from flare_ray.device.layers.feed_forward import (
@@ -27,33 +24,17 @@ from flare_ray.device.ops.kda.api import DeltaRule
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
-from flare_ray.device.weights.loader import RankWeights, Split
-from flare_ray.errors import ConfigError
-from flare_ray.recipes.declaration import Communicator
+from flare_ray.recipes.fields import check_shared
 from flare_ray.recipes.glm5_next.geometry import Geometry
 from flare_ray.recipes.glm5_next.state import ring_entries
-from flare_ray.recipes.glm5_next.weights import COLUMNS, HEAD, ROWS
+from flare_ray.recipes.glm5_next.weights import HEAD
+from flare_ray.recipes.reading import RankReader
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(RankReader[Geometry]):
     """A rank's view of the checkpoint."""
 
-    geometry: Geometry
-    weights: RankWeights
-    comm: Communicator
-
-    def whole(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor as every rank holds it."""
-        return self.weights.tensor(name, dtype=dtype)
-
-    def rows(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of the outputs."""
-        return self._part(name, ROWS, dtype)
-
-    def columns(self, name: str) -> Tensor:
-        """This rank's part of the inputs."""
-        return self._part(name, COLUMNS, None)
+    __slots__ = ()
 
     def norm(self, name: str) -> RmsNorm:
         """An RMS norm with the model's epsilon."""
@@ -62,10 +43,6 @@ class Reader:
     def heads(self, total: int) -> int:
         """This rank's share of heads."""
         return total // self.comm.size
-
-    def _part(self, name: str, dim: int, dtype: torch.dtype | None) -> Tensor:
-        split = Split(dim, self.comm.rank, self.comm.size)
-        return self.weights.tensor(name, split=split, dtype=dtype)
 
 
 def check_divisible(geometry: Geometry, world_size: int) -> None:
@@ -81,12 +58,7 @@ def check_divisible(geometry: Geometry, world_size: int) -> None:
         "moe_intermediate_size": geometry.moe.width,
         "vocab_size": geometry.vocab_size,
     }
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % world_size]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} cannot be shared by {world_size} ranks; choose another "
-            "tensor_parallel_size"
-        )
+    check_shared(sizes, world_size)
 
 
 def vocabulary_head(reader: Reader, name: str) -> Linear:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.layers.indexed_mla import IndexedState
-from flare_ray.device.layers.rows import PagedRows, Span, paged_rows
+from flare_ray.device.layers.rows import PagedRows, Span, paged_rows, proposal_span
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.recipes.declaration import (
@@ -126,17 +126,9 @@ class GlmDrafter:
         self, start: ProposalStart, state: Mapping[str, Tensor]
     ) -> tuple[Tensor, list[PagedRows]]:
         """Positions [steps, B] and indices of the proposal's passes, computed together."""
-        count = max(start.depth, 1)
-        first = (start.consumed - 1).clamp_(min=0)
-        ahead = torch.arange(count, device=first.device).unsqueeze(1)
-        positions = first + ahead
-        span = Span(
-            positions.view(-1, 1),
-            start.active.repeat(count).unsqueeze(1),
-            start.slots.repeat(count),
-            start.page_table.repeat(count, 1),
-        )
-        return positions, self._place(span, state, attends=start.depth > 0).steps(count)
+        count, span = max(start.depth, 1), proposal_span(start)
+        steps = self._place(span, state, attends=start.depth > 0).steps(count)
+        return span.positions.view(count, -1), steps
 
     def _place(self, span: Span, state: Mapping[str, Tensor], *, attends: bool) -> PagedRows:
         null_slot = state[self._groups[2]].shape[0] - 1

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flare_ray.recipes.declaration import Family, TensorSpec
+from flare_ray.recipes.declaration import COLUMNS, ROWS, Family, TensorSpec
 from flare_ray.recipes.glm5_next.geometry import PREFIX, Geometry
 
 EMBEDDING = f"{PREFIX}embed_tokens.weight"
 FINAL_NORM = f"{PREFIX}norm.weight"
 HEAD = "lm_head.weight"
-ROWS, COLUMNS = 0, 1
-"""Dimension of an [out, in] matrix that tensor parallelism divides."""
 
 
 def manifest(geometry: Geometry) -> list[TensorSpec]:

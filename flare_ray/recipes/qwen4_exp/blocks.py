@@ -8,7 +8,6 @@ and selection see equal inputs.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,36 +26,21 @@ from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.centred import CentredRmsNorm
 from flare_ray.device.ops.rotary.api import Rotary
 from flare_ray.device.ops.stream_mixer.api import StreamMixer
-from flare_ray.device.weights.loader import RankWeights, Split
-from flare_ray.recipes.declaration import Communicator
+from flare_ray.device.weights.loader import Split
+from flare_ray.recipes.declaration import ROWS
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
 from flare_ray.recipes.qwen4_exp.state import kv_parts, ring_entries
-from flare_ray.recipes.qwen4_exp.weights import COLUMNS, FUSED_DOWN, FUSED_GATE_UP, HEAD, ROWS
+from flare_ray.recipes.qwen4_exp.weights import FUSED_DOWN, FUSED_GATE_UP, HEAD
+from flare_ray.recipes.reading import RankReader
 
 NO_LIMIT = float("inf")
 """The activation's inputs are not bounded here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
+class Reader(RankReader[Geometry]):
     """A rank's view of the checkpoint."""
 
-    geometry: Geometry
-    weights: RankWeights
-    comm: Communicator
-
-    def whole(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor as every rank holds it."""
-        return self.weights.tensor(name, dtype=dtype)
-
-    def rows(self, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        """This rank's part of the outputs."""
-        split = Split(ROWS, self.comm.rank, self.comm.size)
-        return self.weights.tensor(name, split=split, dtype=dtype)
-
-    def columns(self, name: str, dim: int = COLUMNS) -> Tensor:
-        """This rank's part of the inputs."""
-        return self.weights.tensor(name, split=Split(dim, self.comm.rank, self.comm.size))
+    __slots__ = ()
 
     def run(self, name: str, dim: int, bounds: tuple[int, int, int]) -> Tensor:
         """Entries along `dim`, of a tensor that holds several parts one after the other.
@@ -211,7 +195,8 @@ def _read_down(reader: Reader, prefix: str, down: Tensor) -> None:
     """Fill [E, width, H] from one tensor or from one an expert."""
     fused = f"{prefix}.down_proj"
     if reader.weights.has(fused):
-        down.copy_(reader.columns(fused, FUSED_DOWN).transpose(1, 2))
+        columns = reader.weights.tensor(fused, split=reader.split(FUSED_DOWN))
+        down.copy_(columns.transpose(1, 2))
         return
     for expert in range(down.shape[0]):
         down[expert] = reader.columns(f"{prefix}.{expert}.down_proj.weight").t()

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flare_ray.device.layers.rows import Span
+from flare_ray.device.layers.rows import Span, proposal_span
 from flare_ray.device.layers.sparse_attention import RotatedRows, SparseState
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.stream_mixer.api import mix_out
@@ -116,16 +116,8 @@ class QwenDrafter:
 
     def _steps(self, start: ProposalStart, state: Mapping[str, Tensor]) -> list[RotatedRows]:
         """Indices of the proposal's passes, computed together."""
-        count = max(start.depth, 1)
-        first = (start.consumed - 1).clamp_(min=0)
-        ahead = torch.arange(count, device=first.device).unsqueeze(1)
-        span = Span(
-            (first + ahead).view(-1, 1),
-            start.active.repeat(count).unsqueeze(1),
-            start.slots.repeat(count),
-            start.page_table.repeat(count, 1),
-        )
-        return self._place(span, state, attends=start.depth > 0).steps(count)
+        rows = self._place(proposal_span(start), state, attends=start.depth > 0)
+        return rows.steps(max(start.depth, 1))
 
     def _place(self, span: Span, state: Mapping[str, Tensor], *, attends: bool) -> RotatedRows:
         null_slot = state[self._groups[-1]].shape[0] - 1

@@ -28,8 +28,8 @@ from dataclasses import replace
 from typing import Literal
 
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS
-from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import Family, StateGroup, StateSpec
+from flare_ray.recipes.fields import check_shared
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
 
 RECORDS = ("corrections", "key_rows", "decays")
@@ -61,15 +61,10 @@ def check_divisible(geometry: Geometry, world_size: int) -> None:
     }
     for rows in geometry.ngram.padded_rows.values():
         sizes["rows of a split_ngram_parts tensor"] = rows // geometry.ngram.shards
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % world_size]
     kv_heads = geometry.attention.kv_heads
-    if kv_heads % world_size and world_size % kv_heads:
-        wrong.append(f"num_key_value_heads {kv_heads}")
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} cannot be shared by {world_size} ranks; choose another "
-            "tensor_parallel_size"
-        )
+    repeats = kv_heads % world_size == 0 or world_size % kv_heads == 0
+    wrong = () if repeats else (f"num_key_value_heads {kv_heads}",)
+    check_shared(sizes, world_size, also=wrong)
 
 
 def kv_parts(geometry: Geometry, world_size: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flare_ray.recipes.declaration import Family, TensorSpec
+from flare_ray.recipes.declaration import COLUMNS, ROWS, Family, TensorSpec
 from flare_ray.recipes.qwen4_exp.geometry import PREFIX, Geometry
 
 EMBEDDING = f"{PREFIX}embed_tokens.weight"
@@ -21,10 +21,8 @@ HEAD = "lm_head.weight"
 FINAL_MIXER = f"{PREFIX}hyper_connection_mixer"
 DRAFTER = "mtp."
 DRAFTER_LAYER = f"{DRAFTER}layers.0."
-ROWS, COLUMNS = 0, 1
-"""Dimension of an [out, in] matrix that tensor parallelism divides."""
 FUSED_GATE_UP, FUSED_DOWN = 1, 2
-"""The same of the two tensors that hold a layer's experts."""
+"""Dimension that is divided of the two tensors that hold a layer's experts."""
 
 
 def manifest(geometry: Geometry) -> list[TensorSpec]:

@@ -13,7 +13,7 @@ from flare_ray.recipes.declaration import BuildOptions, resolve
 from tests.rules.sources import ROOT
 
 DEMO = ROOT / "deployments" / "demo" / "glm"
-SLACK = 1.6
+SLACK = 1.75
 """Most by which the bound may exceed what is held: matrices that are bfloat16 at heart take half
 (device/ops/panels), lookup tables and matrices multiplied at load do not."""
 
