@@ -14,6 +14,7 @@ import time
 import msgspec
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
+from flare_ray.actors.directory import store_namespace
 from flare_ray.contracts.cache import CacheReset
 from flare_ray.contracts.tiers import Tier
 
@@ -52,8 +53,7 @@ class CacheNotice:
     """The notice of one application. Every method blocks for a call to the control service."""
 
     def __init__(self, application: str) -> None:
-        # The store splits namespace and key at the first colon.
-        self._namespace = "flare-" + application.replace(":", "-")
+        self._namespace = store_namespace(application)
 
     def ask(self, tiers: frozenset[Tier]) -> str:
         """Leave a notice; its id."""

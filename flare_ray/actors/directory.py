@@ -83,13 +83,18 @@ _decode_report = msgspec.msgpack.Decoder(EngineReport).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
+def store_namespace(application: str) -> str:
+    """Namespace of an application in the cluster's key-value store."""
+    # The store splits namespace and key at the first colon.
+    return "flare-" + application.replace(":", "-")
+
+
 class EngineDirectory:
     """The records of one application. Every method is one or two calls (about 0.5 ms each) to the
     control service and blocks for them: call it from a thread where an event loop must go on."""
 
     def __init__(self, application: str) -> None:
-        # The store splits namespace and key at the first colon.
-        self._namespace = "flare-" + application.replace(":", "-")
+        self._namespace = store_namespace(application)
 
     def publish(self, record: EngineRecord) -> None:
         """Announce an engine."""

@@ -21,6 +21,8 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from flare_ray.actors.directory import store_namespace
+
 POLL_S = 0.5
 """Seconds between two looks of an HTTP replica, and between two of its reports."""
 SETTLED_LOOKS = 3
@@ -70,8 +72,7 @@ class Drain:
     """
 
     def __init__(self, application: str) -> None:
-        # The store splits namespace and key at the first colon.
-        self._namespace = "flare-" + application.replace(":", "-")
+        self._namespace = store_namespace(application)
 
     def ask(self, limit_s: float, grace_s: float) -> None:
         """Refuse new requests from now on and end those that are open after `limit_s` seconds;

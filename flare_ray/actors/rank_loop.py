@@ -46,6 +46,8 @@ EXIT_FAILED = 71
 
 Barrier = Callable[[int, tuple[tuple[int, ...], ...]], MaskAnswer]
 """(round, drafts by lane) -> what the controller answered."""
+Order = RoundPlan | TierOrder | MaskAnswer
+"""What an engine sends to its ranks."""
 
 
 class RankExecutor(Protocol):
@@ -119,18 +121,28 @@ class HangUpWatch:
         os._exit(EXIT_HUNG_UP)
 
 
-class _Orders:
-    """What the engine sends to one rank: plans, and its answers at barriers."""
+class EngineGone(ConnectionAbortedError):
+    """The engine ended while a rank waited at a barrier."""
 
-    def __init__(self, sock: socket.socket, rank: int) -> None:
-        self._sock = sock
+
+class Orders:
+    """What the engine sends to one rank: plans and moves, and its answers at barriers.
+
+    Args:
+        read: waits for the next message; None once the engine has ended.
+        show: sends a round's drafts.
+    """
+
+    def __init__(
+        self, rank: int, read: Callable[[], Order | None], show: Callable[[Proposals], None]
+    ) -> None:
         self._rank = rank
-        self._buffer = bytearray(MAX_MESSAGE_BYTES + 1)
-        self._view = memoryview(self._buffer)
+        self._read = read
+        self._show = show
         self._plans: deque[RoundPlan | TierOrder] = deque()
 
     def next_plan(self) -> RoundPlan | TierOrder | None:
-        """The next plan or move; None once the engine has closed the socket.
+        """The next plan or move; None once the engine has ended.
 
         Raises:
             ContractViolation: an answer that nobody asked for.
@@ -147,20 +159,27 @@ class _Orders:
         plan queued behind this round may come first.
 
         Raises:
-            ConnectionError: the engine is gone.
+            EngineGone: there is no answer to come.
         """
         if self._rank == 0:
-            self._sock.sendall(encode_proposals(Proposals(0, round_id, drafts)))
+            self._show(Proposals(0, round_id, drafts))
         while (order := self._read()) is not None:
             if isinstance(order, MaskAnswer):
                 return order
             self._plans.append(order)
-        raise ConnectionAbortedError("the engine closed the socket at a barrier")
+        raise EngineGone("the engine ended at a barrier")
 
-    def _read(self) -> RoundPlan | TierOrder | MaskAnswer | None:
+
+def _socket_orders(sock: socket.socket, rank: int) -> Orders:
+    buffer = bytearray(MAX_MESSAGE_BYTES + 1)
+    view = memoryview(buffer)
+
+    def read() -> Order | None:
         # The sender bounds its messages, so a cut one does not decode and is answered as such.
-        size = self._sock.recv_into(self._buffer)
-        return decode_order(self._view[:size]) if size else None
+        size = sock.recv_into(buffer)
+        return decode_order(view[:size]) if size else None
+
+    return Orders(rank, read, lambda proposals: sock.sendall(encode_proposals(proposals)))
 
 
 def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> None:
@@ -177,7 +196,7 @@ def serve_rank(sock: socket.socket, executor: RankExecutor, *, rank: int) -> Non
     """
     masks = MaskReader(executor.manifest.vocab_size)
     report = _reporter(sock)
-    orders = _Orders(sock, rank)
+    orders = _socket_orders(sock, rank)
     round_id = -1
     try:
         while (plan := orders.next_plan()) is not None:

@@ -10,19 +10,25 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 from flare_ray.actors.masks import MaskReader
 from flare_ray.actors.merge import RoundMerger
-from flare_ray.actors.rank_loop import RankExecutor, failure_text, run_plan
+from flare_ray.actors.rank_loop import (
+    EngineGone,
+    Order,
+    Orders,
+    RankExecutor,
+    failure_text,
+    run_plan,
+)
 from flare_ray.actors.wire import encode_order, encode_plan, error_reply
 from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.record import Proposals, RoundReply
 from flare_ray.contracts.tiers import TierOrder, TierOutcome, TierReport
 from flare_ray.controller.ports import RoundResult
-from flare_ray.errors import ContractViolation, RankFailure
+from flare_ray.errors import RankFailure
 
 logger = logging.getLogger("ray.serve.flare")
 
@@ -33,7 +39,6 @@ MakeExecutor = Callable[[int], RankExecutor]
 """Rank -> its prepared executor; called on the rank's own thread, since threads of a CPU kernel
 pool, the current CUDA device and inference mode all belong to a thread."""
 
-Order = RoundPlan | TierOrder | MaskAnswer
 Reply = RoundReply | TierReport | Proposals
 
 Abort = Callable[[int, BaseException], None]
@@ -113,14 +118,14 @@ class RankThreads:
         def report(done: TierReport) -> None:
             self.replies.put((rank, done))
 
-        orders = _Orders(rank, self.plans[rank], self.replies)
+        orders = Orders(rank, self.plans[rank].get, lambda shown: self.replies.put((rank, shown)))
         while (plan := orders.next_plan()) is not None:
             try:
                 if isinstance(plan, TierOrder):
                     executor.order(plan, report)
                     continue
                 reply = run_plan(executor, plan, masks, orders.barrier)
-            except _Stopped:
+            except EngineGone:
                 return
             except Exception as error:
                 round_id = plan.round_id if isinstance(plan, RoundPlan) else -1
@@ -131,42 +136,6 @@ class RankThreads:
                 self._abort(rank, error)
                 return
             self.replies.put((rank, reply))
-
-
-class _Stopped(Exception):
-    """The engine ended while a rank waited at a barrier."""
-
-
-class _Orders:
-    """As `rank_loop._Orders`, over queues."""
-
-    def __init__(
-        self,
-        rank: int,
-        orders: queue.SimpleQueue[Order | None],
-        replies: queue.SimpleQueue[tuple[int, Reply] | None],
-    ) -> None:
-        self._rank = rank
-        self._orders = orders
-        self._replies = replies
-        self._plans: deque[RoundPlan | TierOrder] = deque()
-
-    def next_plan(self) -> RoundPlan | TierOrder | None:
-        if self._plans:
-            return self._plans.popleft()
-        order = self._orders.get()
-        if isinstance(order, MaskAnswer):
-            raise ContractViolation(f"masks of round {order.round_id} outside its barrier")
-        return order
-
-    def barrier(self, round_id: int, drafts: tuple[tuple[int, ...], ...]) -> MaskAnswer:
-        if self._rank == 0:
-            self._replies.put((0, Proposals(0, round_id, drafts)))
-        while (order := self._orders.get()) is not None:
-            if isinstance(order, MaskAnswer):
-                return order
-            self._plans.append(order)
-        raise _Stopped
 
 
 class ThreadChannel:

@@ -140,7 +140,7 @@ def decode_order(message: bytes | memoryview) -> RoundPlan | MaskAnswer | TierOr
     """What the controller sent.
 
     Raises:
-        msgspec.MsgspecError: the bytes are neither.
+        msgspec.MsgspecError: the bytes are none of them.
     """
     return _decode_order(message)
 
@@ -149,7 +149,7 @@ def decode_reply(message: bytes | memoryview) -> RoundReply | Proposals | TierRe
     """What a rank sent.
 
     Raises:
-        msgspec.MsgspecError: the bytes are neither.
+        msgspec.MsgspecError: the bytes are none of them.
     """
     return _decode_reply(message)
 

@@ -21,6 +21,21 @@ MAX_OPEN_ORDERS = 8
 """Orders without a report from every rank; what they hold beside two plans fits the channel."""
 
 
+MANIFEST_ENDING = ".json"
+UNFINISHED_ENDING = ".new"
+"""Follows the ending of a file that is being written."""
+
+
+def part_path(stem: str, rank: int) -> str:
+    """Path of one rank's file of a snapshot; `stem` is `TierOrder.path`."""
+    return f"{stem}.r{rank}.part"
+
+
+def manifest_path(stem: str) -> str:
+    """Path of a snapshot's manifest."""
+    return stem + MANIFEST_ENDING
+
+
 class Tier(enum.StrEnum):
     """Where a snapshot is kept; also the label of its metrics."""
 
@@ -43,7 +58,7 @@ class TierMove(enum.IntEnum):
     SEAL = 4
     """Rank 0 writes the manifest; the snapshot exists from then on."""
     DELETE = 5
-    """Rank 0 removes the manifest, every rank its part."""
+    """The manifest is removed by whichever rank comes first, every part by its rank."""
 
 
 class TierFault(enum.IntEnum):

@@ -77,7 +77,6 @@ class PrefixCache:
             inside_rounds=manifest.snapshots_inside_rounds,
             resumes=bool(catalog.resume),
         )
-        self._snapshots = self.snapshots
         self._channel = channel
         self._asked: deque[_Reset] = deque()
         self._resets = 0
@@ -92,12 +91,12 @@ class PrefixCache:
             reset = self._asked.popleft()
             dropped = self._tiers.clear(reset.tiers)
             self._resets += 1
-            in_use = len(self._snapshots.index) if Tier.DEVICE in reset.tiers else 0
+            in_use = len(self.snapshots.index) if Tier.DEVICE in reset.tiers else 0
             reset.done(CacheReset(dropped={str(t): n for t, n in dropped.items()}, in_use=in_use))
 
     def send(self) -> bool:
         """Send the moves that may begin now; whether there were any."""
-        orders = self._tiers.take_orders(self._snapshots.take_saves)
+        orders = self._tiers.take_orders(self.snapshots.take_saves)
         for order in orders:
             self._channel.order(order)
         return bool(orders)
@@ -126,7 +125,7 @@ class PrefixCache:
 
     def stats(self) -> CacheStats:
         """Counts that were true at some moment during the call."""
-        snapshots = self._snapshots
+        snapshots = self.snapshots
         return CacheStats(
             queried_tokens=snapshots.queried_tokens,
             hit_tokens=snapshots.hit_tokens,
@@ -136,7 +135,7 @@ class PrefixCache:
         )
 
     def _device_stats(self) -> TierStats:
-        snapshots, index = self._snapshots, self._snapshots.index
+        snapshots, index = self.snapshots, self.snapshots.index
         return TierStats(
             tier=str(Tier.DEVICE),
             snapshots=len(index),

@@ -2,7 +2,7 @@
 
 `Controller.check_integrity` proves, in this order,
 
-    requests      everyone live waits, runs, or drains, exactly one of them; each in its phase
+    requests      everyone live waits (also for a grammar), runs, or drains; each in its phase
     rounds        what is in flight is what its requests believe to be in flight
     preempted     snapshots that requests wait for, and pages that requests lack, are counted right
     admission     slots, epochs, reservations and page-table entries (`Admission.check_integrity`)
@@ -56,6 +56,7 @@ def _place_problems(admission: Admission, requests: Mapping[str, LiveRequest]) -
     draining -= set(admission.running)
     for live in requests.values():
         places = {
+            Phase.COMPILING: live.slot < 0 and live.uid not in waiting,
             Phase.WAITING: live.uid in waiting,
             Phase.PREFILL: live.uid in admission.running,
             Phase.DECODE: live.uid in admission.running,

@@ -171,8 +171,8 @@ class Meters:
 
     def grammar_drafts(self, cut: int, forced: int) -> None:
         """Drafts that grammars have cut and put in their places, since the start."""
-        self._cut.add(cut - self._cut.value)
-        self._forced.add(forced - self._forced.value)
+        _raise_to(self._cut, cut)
+        _raise_to(self._forced, forced)
 
     def sample(self) -> None:
         """Gauges, and the CPU time of this thread since the last call."""
@@ -183,7 +183,7 @@ class Meters:
         self._waiting.set(len(waiting))
         self._preempted.set(sum(live.preemptions > 0 for live in waiting))
         for kind, counter in self._preemptions.items():
-            counter.add(self._admission.preempted[kind] - counter.value)
+            _raise_to(counter, self._admission.preempted[kind])
         self._pages_free.set(free)
         self._prefix.sample()
         self._page_usage.set(1.0 - free / pool.total_pages)

@@ -66,7 +66,7 @@ class TokenChain:
         """Whether the first `tokens` tokens are there and have that key."""
         digest, tail = key
         pages = tokens // PAGE_TOKENS
-        whole = self.digest(pages) == digest and tokens <= len(self.tokens)
+        whole = tokens <= len(self.tokens) and self.digest(pages) == digest
         return whole and tuple(self.tokens[pages * PAGE_TOKENS : tokens]) == tail
 
 

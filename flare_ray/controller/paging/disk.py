@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.contracts.tiers import MANIFEST_ENDING, part_path
 from flare_ray.controller.paging.chain import StoredTrace
 from flare_ray.errors import CapacityError, ConfigError
 
@@ -34,10 +35,11 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 """Of manifests and of what parts hold; raised whenever either changes its meaning."""
+MAX_MANIFEST_PAGES = 1664
+"""Whole pages of the longest prefix that is written, 106,496 tokens: a manifest names the digest of
+each, and its order must fit a message."""
 MAX_ENGINES = 64
 """Engines that may share one path, each with a directory of its own."""
-MANIFEST_ENDING = ".json"
-UNFINISHED_ENDING = ".new"
 OURS = re.compile(r"[0-9a-f]{40}(\.r\d+\.part|\.json)(\.new)?")
 """Names this tier gives; nothing else in the directory is ever touched."""
 
@@ -76,16 +78,6 @@ class _Sealed(msgspec.Struct, frozen=True):
 
 _decode_sealed = msgspec.json.Decoder(_Sealed).decode
 _decode_manifest = msgspec.json.Decoder(DiskManifest).decode
-
-
-def part_path(stem: str, rank: int) -> str:
-    """Path of one rank's file of a snapshot."""
-    return f"{stem}.r{rank}.part"
-
-
-def manifest_path(stem: str) -> str:
-    """Path of a snapshot's manifest."""
-    return stem + MANIFEST_ENDING
 
 
 def sealed(manifest: DiskManifest) -> bytes:

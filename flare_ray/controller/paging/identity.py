@@ -8,7 +8,6 @@ state depends on; widths, budgets and paths do not belong to it.
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 from flare_ray.config import EngineConfig
@@ -28,17 +27,15 @@ def checkpoint_identity(folder: Path) -> str:
     change, front, and blocks spread over the rest."""
     digest = hashlib.blake2b(digest_size=32)
     for path in sorted(folder.iterdir()):
-        if path.suffix not in (".json", ".safetensors") or not path.is_file():
-            continue
-        status = path.stat()
         if path.name == "config.json":
             digest.update(path.read_bytes())
-        elif path.suffix == ".safetensors":
+        elif path.suffix == ".safetensors" and path.is_file():
+            status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
             with path.open("rb") as file:
                 digest.update(file.read(HEADER_BYTES))
                 for block in range(SAMPLES):
-                    file.seek(status.st_size * block // SAMPLES, os.SEEK_SET)
+                    file.seek(status.st_size * block // SAMPLES)
                     digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 

@@ -59,7 +59,6 @@ class PrefixIndex:
     Attributes:
         row_bytes: as given.
         evicted_tokens / evicted_bytes: totals over evictions.
-        refused_claims: new snapshots that were not kept, everything there being worth more.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class PrefixIndex:
         self._tick = 0
         self.evicted_tokens = 0
         self.evicted_bytes = 0
-        self.refused_claims = 0
         pool.evict_with(self.evict_for_pages)
 
     def __iter__(self) -> Iterator[Snapshot]:
@@ -162,7 +160,6 @@ class PrefixIndex:
         self._map.offer(newcomer)
         limit = math.inf if is_needed else self._worth(newcomer)
         if not self._free_rows and not self._evict_below(limit):
-            self.refused_claims += 1
             return None
         return self._claim(newcomer)
 

@@ -112,7 +112,7 @@ class Snapshots:
         device holds. Others may be admitted meanwhile.
         """
         tiers = self.tiers
-        if not tiers.enabled:
+        if not tiers.enabled or live.scores_prompt:
             return False
         asked = self._asked.get(live.uid)
         if asked is not None:

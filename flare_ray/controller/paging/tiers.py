@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from flare_ray.contracts.plan import SnapshotSave
+from flare_ray.contracts.plan import MAX_SHARED_PAGES, SnapshotSave
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.contracts.tiers import (
     MAX_OPEN_ORDERS,
@@ -30,6 +30,7 @@ from flare_ray.contracts.tiers import (
 from flare_ray.controller.paging.chain import Key, Trace
 from flare_ray.controller.paging.disk import (
     FORMAT_VERSION,
+    MAX_MANIFEST_PAGES,
     DiskDirectory,
     DiskManifest,
     PartFile,
@@ -137,9 +138,11 @@ class Tiers:
     def published(self, snapshot: Snapshot) -> None:
         """A snapshot became findable on the device: copy it when there is time.
 
-        One of less than a page is not worth a request's wait, so it is not copied.
+        One of less than a page is not worth a request's wait, and one of more pages than a plan can
+        name is never restored, so they are not copied.
         """
-        if self.enabled and snapshot.tokens >= PAGE_TOKENS:
+        restorable = PAGE_TOKENS <= snapshot.tokens <= MAX_SHARED_PAGES * PAGE_TOKENS
+        if self.enabled and restorable:
             self._to_store.append(snapshot)
 
     def used(self, key: Key) -> None:
@@ -180,7 +183,7 @@ class Tiers:
                 return False
         self._restores[kept.key] = _Restore(kept, snapshot, source, self._clock())
         if source is Tier.HOST:
-            self._load(kept, snapshot)
+            self._order(TierMove.LOAD, kept, snapshot)
         else:
             self._order(TierMove.READ, kept, snapshot)
         return True
@@ -198,9 +201,7 @@ class Tiers:
             return ()
         self._begin_stores()
         self._begin_writes()
-        for gone in self.book.deletions:
-            self._order(TierMove.DELETE, gone)
-        self.book.deletions.clear()
+        self._order_deletions()
         sent: list[TierOrder] = []
         unsent = len(self._ready)
         while self._ready and len(self._open) - unsent < MAX_OPEN_ORDERS:
@@ -299,13 +300,13 @@ class Tiers:
             kept = self._to_write.popleft()
             if not kept.in_host or kept.name or kept.doomed:
                 continue
+            if kept.tokens // PAGE_TOKENS > MAX_MANIFEST_PAGES:
+                continue
             if not self.book.disk_place(kept, kept.num_bytes + HEADER_ALLOWANCE):
                 continue
             kept.name = self._disk.new_stem()
             # What was evicted for it is deleted first, by the same threads.
-            for gone in self.book.deletions:
-                self._order(TierMove.DELETE, gone)
-            self.book.deletions.clear()
+            self._order_deletions()
             self._order(TierMove.WRITE, kept)
             writing = True
 
@@ -347,9 +348,6 @@ class Tiers:
 
     # Up.
 
-    def _load(self, kept: KeptPrefix, snapshot: Snapshot) -> None:
-        self._order(TierMove.LOAD, kept, snapshot)
-
     def _read(self, work: _Open, outcome: TierOutcome) -> None:
         kept, snapshot = work.kept, work.snapshot
         assert snapshot is not None
@@ -360,7 +358,7 @@ class Tiers:
                 self._reject(kept, outcome)
             return
         kept.in_host = True
-        self._load(kept, snapshot)
+        self._order(TierMove.LOAD, kept, snapshot)
 
     def _reject(self, kept: KeptPrefix, outcome: TierOutcome) -> None:
         """A stored snapshot cannot be used: say so once, and never try it again."""
@@ -391,6 +389,11 @@ class Tiers:
         self._index.abandon(restore.snapshot)
 
     # Orders.
+
+    def _order_deletions(self) -> None:
+        for gone in self.book.deletions:
+            self._order(TierMove.DELETE, gone)
+        self.book.deletions.clear()
 
     def _order(self, move: TierMove, kept: KeptPrefix, snapshot: Snapshot | None = None) -> None:
         self._ticket += 1

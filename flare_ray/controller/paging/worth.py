@@ -73,8 +73,9 @@ class PrefixMap(Generic[Kept]):
         self._by_pages: dict[bytes, dict[tuple[int, ...], Kept]] = {}
 
     def __iter__(self) -> Iterator[Kept]:
-        for tails in self._by_pages.values():
-            yield from tails.values()
+        # Copies: statistics are counted by other threads, while this one adds and removes.
+        for tails in list(self._by_pages.values()):
+            yield from list(tails.values())
 
     def __len__(self) -> int:
         return sum(map(len, self._by_pages.values()))

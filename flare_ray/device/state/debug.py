@@ -29,17 +29,14 @@ def poison(store: StateStore, freed: FreedMemory) -> None:
         tensor = store.groups[group.name]
         _fill(tensor, freed.pages if group.kind == "page" else freed.slots)
     for kept, which in ((publication, freed.slots), (snapshots, freed.rows)):
-        for tensor in () if kept is None else kept.rows.values():
-            _fill(tensor, which)
+        if kept is not None:
+            for tensor in (*kept.rows.values(), kept.tail, kept.sampling_vector):
+                _fill(tensor, which)
     logits = request.logits
     for row in (logits.counts, logits.recent, logits.addends):
         _fill(row, freed.slots)
     _fill(request.tail, freed.slots)
     _fill(request.sampling_vector, freed.slots)
-    for kept, which in ((publication, freed.slots), (snapshots, freed.rows)):
-        if kept is not None:
-            _fill(kept.tail, which)
-            _fill(kept.sampling_vector, which)
 
 
 def _fill(tensor: Tensor | None, rows: Sequence[int]) -> None:
@@ -56,24 +53,23 @@ def ledger_problems(ledger: SlotLedger, store: StateStore) -> Iterator[str]:
     """
     request = store.request
     core = request.core[:-1].tolist()
-    pages = (request.page_table[:-1] != 0).sum(1).tolist()
     table = request.page_table[:-1].tolist()
     rows = store.publication.published[:-1].tolist() if store.publication is not None else None
     for slot, row in enumerate(core):
         view = ledger.view(slot)
         if view.epoch < 0:
             continue
+        own = [page for page in table[slot] if page]
         held = {
             "epoch": (row[Core.EPOCH], view.epoch),
             "consumed tokens": (row[Core.CONSUMED], view.consumed),
             "budget": (row[Core.BUDGET], view.budget),
-            "pages": (pages[slot], view.pages),
+            "pages": (len(own), view.pages),
             "ended": (row[Core.PHASE] == Phase.ENDED, view.ended),
         }
         for what, (ours, theirs) in held.items():
             if ours != theirs:
                 yield f"slot {slot}: {what} {ours}, the ledger says {theirs}"
-        own = [page for page in table[slot] if page]
         if len(set(own)) != len(own):
             yield f"slot {slot}: a page stands in two entries of its table"
         if rows is not None and view.published:

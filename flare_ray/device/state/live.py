@@ -60,7 +60,9 @@ class LiveState:
         else:
             target.copy_(value)
         if group.kind == "replayed":
-            forget(records_of(group, state), torch.tensor([slot], device=value.device))
+            # Filled on the device: a copy from the host would wait for the stream.
+            slots = torch.full((1,), slot, dtype=torch.int64, device=value.device)
+            forget(records_of(group, state), slots)
 
 
 def records_of(group: StateGroup, state: Mapping[str, Tensor]) -> Records:

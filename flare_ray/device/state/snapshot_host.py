@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flare_ray.contracts.tiers import TierOrder
+from flare_ray.contracts.tiers import UNFINISHED_ENDING, TierOrder
 from flare_ray.device.state.layout import StateLimits
 from flare_ray.device.state.snapshot_layout import Place, SnapshotLayout
 from flare_ray.device.state.store import TORCH_DTYPE, StateStore
@@ -190,7 +190,7 @@ def write_durably(path: Path, pieces: Iterator[bytes | memoryview]) -> None:
     Raises:
         OSError: as the file system says; the unfinished file is removed.
     """
-    unfinished = path.with_name(path.name + ".new")
+    unfinished = path.with_name(path.name + UNFINISHED_ENDING)
     try:
         with unfinished.open("wb", buffering=0) as file:
             for piece in pieces:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flare_ray.device.state.layout import (
@@ -60,8 +60,7 @@ class SnapshotLayout:
     """
 
     def __init__(self, spec: StateSpec, limits: StateLimits) -> None:
-        kept = [a for a in allocations(spec, limits) if a.owner in ("snapshot", "page")]
-        self._kept: Sequence[Allocation] = sorted(kept, key=_order)
+        self._kept = _kept(spec, limits)
 
     def places(self, tokens: int) -> Iterator[Place]:
         """Tensors of a snapshot of `tokens` tokens, in order."""
@@ -98,11 +97,14 @@ def layout_digest(spec: StateSpec, limits: StateLimits) -> str:
     """Digest of names, shapes and types of everything that a snapshot holds."""
     if not limits.snapshot_rows:
         return ""
-    kept = sorted(
-        (a for a in allocations(spec, limits) if a.owner in ("snapshot", "page")), key=_order
-    )
-    facts = [(a.owner, a.name, a.shape[1:], a.dtype) for a in kept]
+    facts = [(a.owner, a.name, a.shape[1:], a.dtype) for a in _kept(spec, limits)]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _kept(spec: StateSpec, limits: StateLimits) -> list[Allocation]:
+    """What a snapshot holds, in order."""
+    kept = (a for a in allocations(spec, limits) if a.owner in ("snapshot", "page"))
+    return sorted(kept, key=_order)
 
 
 def _order(allocation: Allocation) -> tuple[int, bool, str]:

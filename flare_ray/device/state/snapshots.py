@@ -47,7 +47,8 @@ class SnapshotRows:
     ) -> None:
         """Copy a slot's live state; which column is live is read on the device."""
         column = request.core[slot, Core.COLUMN].view(1)
-        slots = torch.tensor([slot], device=column.device)
+        # Filled on the device: a copy from the host would wait for the stream.
+        slots = torch.full((1,), slot, dtype=torch.int64, device=column.device)
         for group in self.groups:
             self.rows[group.name][row].copy_(self._live.read(group, state, slots, column)[0])
         if request.tail is not None:

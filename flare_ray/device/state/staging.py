@@ -21,7 +21,14 @@ from pathlib import Path
 
 import torch
 
-from flare_ray.contracts.tiers import TierFault, TierMove, TierOrder, TierReport
+from flare_ray.contracts.tiers import (
+    TierFault,
+    TierMove,
+    TierOrder,
+    TierReport,
+    manifest_path,
+    part_path,
+)
 from flare_ray.device.state.snapshot_host import CorruptFile, SnapshotArena, write_durably
 
 logger = logging.getLogger(__name__)
@@ -37,16 +44,6 @@ class _Job:
     order: TierOrder
     report: Report
     ready: torch.cuda.Event | None
-
-
-def part_path(order: TierOrder, rank: int) -> Path:
-    """This rank's file of an order's snapshot."""
-    return Path(f"{order.path}.r{rank}.part")
-
-
-def manifest_path(order: TierOrder) -> Path:
-    """The manifest of an order's snapshot."""
-    return Path(f"{order.path}.json")
 
 
 class Staging:
@@ -121,19 +118,20 @@ class Staging:
 
     def _move(self, job: _Job) -> tuple[int, str]:
         order = job.order
+        part = Path(part_path(order.path, self._rank))
+        manifest = Path(manifest_path(order.path))
         if order.move is TierMove.WRITE:
-            return self.arena.write(order, part_path(order, self._rank))
+            return self.arena.write(order, part)
         if order.move is TierMove.READ:
-            path, checksum = part_path(order, self._rank), order.checksums[self._rank]
-            return self.arena.read(order, path, checksum), ""
+            return self.arena.read(order, part, order.checksums[self._rank]), ""
         if order.move is TierMove.SEAL:
             if self._rank == 0:
-                write_durably(manifest_path(order), iter((order.manifest,)))
+                write_durably(manifest, iter((order.manifest,)))
             return len(order.manifest), ""
         if order.move is TierMove.DELETE:
             # Every rank, since whichever comes first must not leave a manifest without its part.
-            manifest_path(order).unlink(missing_ok=True)
-            part_path(order, self._rank).unlink(missing_ok=True)
+            manifest.unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             return 0, ""
         return self._copy(job), ""
 

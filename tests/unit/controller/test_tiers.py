@@ -11,9 +11,19 @@ import random
 import msgspec
 import pytest
 
+from flare_ray.actors.wire import encode_order
 from flare_ray.contracts.manifest import ByteBudget
 from flare_ray.contracts.messages import Finished
-from flare_ray.contracts.tiers import Tier, TierFault, TierMove
+from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.contracts.tiers import Tier, TierFault, TierMove, TierOrder
+from flare_ray.controller.paging import tiers as tiers_module
+from flare_ray.controller.paging.disk import (
+    FORMAT_VERSION,
+    MAX_MANIFEST_PAGES,
+    DiskManifest,
+    PartFile,
+    sealed,
+)
 from flare_ray.metrics import names
 from tests.support.fake_channel import hashed_accepts, make_manifest
 from tests.unit.controller.test_prefix_reuse import prompt_of, run
@@ -308,3 +318,34 @@ def test_random_traffic_over_all_tiers_leaves_every_text_as_if_cold(
             assert harness.tokens(name) == harness.expected(prompt, budget), name
     assert fake.sealed == fake.files.keys()
     harness.assert_all_free()
+
+
+def test_longest_stored_prefix_has_a_manifest_that_fits_a_message():
+    manifest = DiskManifest(
+        version=FORMAT_VERSION,
+        label="a" * 64,
+        tokens=(MAX_MANIFEST_PAGES + 1) * PAGE_TOKENS - 1,
+        digests=("d" * 32,) * (MAX_MANIFEST_PAGES + 1),
+        tail=(151_935,) * (PAGE_TOKENS - 1),
+        parts=(PartFile(1 << 40, "c" * 64),) * 8,
+    )
+    order = TierOrder(
+        ticket=1 << 40,
+        move=TierMove.SEAL,
+        entry=1 << 40,
+        tokens=manifest.tokens,
+        path="p" * 1024,
+        label=manifest.label,
+        manifest=sealed(manifest),
+    )
+    encode_order(order)
+
+
+def test_prefix_too_long_for_a_manifest_stays_in_host_memory(make_tiered, monkeypatch):
+    monkeypatch.setattr(tiers_module, "MAX_MANIFEST_PAGES", 1)
+    harness = make_tiered(disk_bytes=10_000_000)
+    run(harness, "short", prompt_of(100), max_tokens=1)
+    run(harness, "long", prompt_of(150, seed=1), max_tokens=1)
+    settle(harness)
+    assert {order.tokens // PAGE_TOKENS for order in moves_of(harness, TierMove.WRITE)} == {1}
+    assert 2 in {order.tokens // PAGE_TOKENS for order in moves_of(harness, TierMove.STORE)}
