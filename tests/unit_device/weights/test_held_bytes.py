@@ -33,7 +33,7 @@ class Alone:
 def held_bytes(root: Any) -> int:
     """Bytes of all tensors that objects of this project hold, each storage once."""
     seen: set[int] = set()
-    storages: dict[object, int] = {}
+    storages: dict[int, int] = {}
     waiting = [root]
     while waiting:
         value = waiting.pop()
@@ -41,11 +41,8 @@ def held_bytes(root: Any) -> int:
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            if value.is_mkldnn:  # packed: opaque, without a storage of its own
-                storages[value] = value.numel() * 4
-            else:
-                storage = value.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, list | tuple):
             waiting += value
         elif isinstance(value, dict):
