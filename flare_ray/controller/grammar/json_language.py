@@ -79,8 +79,8 @@ def base_rules() -> dict[str, Expr]:
     raw = minus(ANY_CHARACTER, [_CONTROLS, (0x22, 0x22), (0x5C, 0x5C)])
     rules = {
         "space": alt((EMPTY, Text(" "), seq(Text("\n"), repeat(blank, 0, MAX_INDENT)))),
-        # Alternatives of plain characters alone: the compiler makes one automaton of a string then.
-        # Of nested ones it makes rules, whose masks it cannot prepare: 3 ms a mask instead of 10 us.
+        # Flat alternatives of characters: the compiler makes a string one automaton then. Of nested
+        # ones it makes rules, whose masks it cannot prepare: 3 ms a mask instead of 10 us.
         "character": alt((Chars(raw), seq(Text("\\"), short), *codes)),
         "string": seq(Text('"'), Repeat(CHARACTER, 0, None), Text('"')),
         "number": numbers.any_number(),
