@@ -48,6 +48,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
         stop_reason: the stop string, token id or token sequence that matched, or None.
         drafts_offered / drafts_accepted / rounds: speculation totals of this request.
         cached_tokens: prompt tokens that were restored from a prefix snapshot.
+        copies_offered / copies_accepted: those of the drafts that were copied from the request's
+            `prediction`.
     """
 
     request_id: str
@@ -59,6 +61,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     drafts_accepted: int = 0
     rounds: int = 0
     cached_tokens: int = 0
+    copies_offered: int = 0
+    copies_accepted: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -92,6 +92,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             consumer.
         priority: lower runs earlier; arrival order among equals.
         cache_salt: prefixes are reused among requests of equal salt only (one salt per tenant).
+        prediction: token ids that the client expects as output, offered as copied drafts
+            (contract: H3); () = none.
         deadline_s: seconds after arrival at which the request is ended with an error; 0 = none.
     """
 
@@ -111,3 +113,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float = 0.0
     cache_salt: str = ""
     grammar: GrammarSpec | None = None
+    prediction: tuple[int, ...] = ()

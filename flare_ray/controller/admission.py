@@ -41,6 +41,7 @@ class AdmissionLimits:
         slack_tokens: positions that a second queued round may touch beyond the last one that can
             be committed (contract: M1).
         preempts: pages are promised as requests grow; else all of them at admission.
+        copies: rounds take copied drafts.
     """
 
     context_tokens: int
@@ -50,6 +51,7 @@ class AdmissionLimits:
     retry_after_s: float
     slack_tokens: int
     preempts: bool = True
+    copies: bool = True
 
     def worst_case_pages(self, request: GenerationRequest) -> int:
         """Pages the request can come to touch.
@@ -59,6 +61,19 @@ class AdmissionLimits:
         """
         tokens = len(request.prompt_tokens) + request.max_tokens - 1 + self.slack_tokens
         return min(pages_for(tokens), pages_for(self.context_tokens))
+
+    def _check_prediction(self, prediction: tuple[int, ...]) -> None:
+        if prediction and not self.copies:
+            raise InvalidRequest(
+                "prediction: this engine runs without drafts, so a predicted output is of no use; "
+                "leave it out",
+                param="prediction",
+                code="unsupported_parameter",
+            )
+        if prediction and (min(prediction) < 0 or max(prediction) >= self.vocab_size):
+            raise InvalidRequest(
+                f"prediction: token ids must lie in 0..{self.vocab_size - 1}", param="prediction"
+            )
 
     def first_pages(self, live: LiveRequest) -> int:
         """Pages promised to a request when it gets its slot."""
@@ -97,6 +112,7 @@ class AdmissionLimits:
             raise InvalidRequest(
                 f"prompt token ids must lie in 0..{self.vocab_size - 1}", param="prompt"
             )
+        self._check_prediction(request.prediction)
         if b"" in request.stop:
             raise InvalidRequest("a stop string must not be empty", param="stop")
         pages = self.worst_case_pages(request)

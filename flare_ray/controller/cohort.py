@@ -38,7 +38,13 @@ from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
 from flare_ray.controller.preemption import Growth
 from flare_ray.controller.sampling import logit_rules, seen_bits
-from flare_ray.controller.verification import Cohort, CohortLane, Decision, VerificationPolicy
+from flare_ray.controller.verification import (
+    Cohort,
+    CohortLane,
+    Decision,
+    ProposalSource,
+    VerificationPolicy,
+)
 
 PROGRAM_OVERHEAD_ROWS = 32
 """Fixed cost of a prefill program in rows, for weighing one wide program against several narrow
@@ -151,12 +157,12 @@ class Planner:
     def _decoding(self, running: Iterable[LiveRequest]) -> list[LiveRequest]:
         """Requests of the coming round.
 
-        While a shared masked round is unanswered none is queued behind it: without its constrained
-        lanes it would cost nearly as much and take them half as far.
+        While a round with lanes that await its tokens is unanswered none is queued behind it:
+        without these lanes it would cost nearly as much and take them half as far.
         """
         decoding = [live for live in running if live.may_decode]
         if not self._own_rounds:
-            return [] if any(live.awaits_masks for live in running) else decoding
+            return [] if any(live.awaits_tokens for live in running) else decoding
         mine = [live for live in decoding if live.matcher is not None]
         others = [live for live in decoding if live.matcher is None]
         if not mine or not others:
@@ -309,10 +315,11 @@ class Planner:
             decoding.sort(key=self._last_round)
             del decoding[self._catalog.max_lanes :]
         ceilings = [self._ceiling(live) for live in decoding]
+        copies = [_copies(live, ceiling) for live, ceiling in zip(decoding, ceilings, strict=True)]
         cohort = Cohort(
             tuple(
-                CohortLane(live.uid, ceiling)
-                for live, ceiling in zip(decoding, ceilings, strict=True)
+                CohortLane(live.uid, ceiling, _sources(copied))
+                for live, ceiling, copied in zip(decoding, ceilings, copies, strict=True)
             )
         )
         masked = any(live.matcher is not None for live in decoding)
@@ -323,13 +330,15 @@ class Planner:
         grants: list[PageGrant] = []
         lanes = []
         most_tokens = 0
-        for live, ceiling in zip(decoding, ceilings, strict=True):
+        for live, ceiling, copied in zip(decoding, ceilings, copies, strict=True):
             drafts = min(ceiling, shape.draft_tokens)
+            copied = copied[:drafts]
             bound = live.consumed_bound
             self._grant(live, bound + drafts + 1, grants)
             most_tokens = max(most_tokens, bound + shape.verify_width)
             row = masks.take(live, drafts + 1, filled=not shape.has_barrier)
-            lanes.append(LanePlan(live.slot, live.epoch, drafts, mask_row=row))
+            sources = _sources(copied)
+            lanes.append(LanePlan(live.slot, live.epoch, drafts, copied, sources, mask_row=row))
             live.in_flight.append(Unanswered(drafts + 1, 1))
             self._last_round_of[live.uid] = self._next_round
         plan = RoundPlan(
@@ -369,6 +378,15 @@ class Planner:
             page_ids = self._admission.pool.grant(live.uid, missing)
             grants.append(PageGrant(live.slot, live.granted_pages, page_ids))
             live.granted_pages = pages
+
+
+def _copies(live: LiveRequest, ceiling: int) -> tuple[int, ...]:
+    """What the request's prediction says next, at most a draft per depth."""
+    return () if live.follower is None else live.follower.propose(ceiling)
+
+
+def _sources(copies: tuple[int, ...]) -> tuple[int, ...]:
+    return (int(ProposalSource.REQUEST),) * len(copies)
 
 
 def _within_message(prompts: list[LiveRequest], vocab_bytes: int) -> tuple[LiveRequest, ...]:

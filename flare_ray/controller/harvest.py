@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flare_ray.contracts.messages import Failed
+from flare_ray.contracts.plan import LanePlan
 from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.grammar.gate import PARAM
@@ -55,13 +56,15 @@ class Harvester:
         self._last_harvest_ns = now_ns
         if not plan.prefill and any(record.status & Status.ACTIVE for record in result.lanes):
             # A round behind everyone's last one may be skipped: its cost tells nothing.
-            self._policy.observe(CompletedRound(plan.shape, result.lanes), cost_ns)
+            self._policy.observe(_completed(planned, result), cost_ns)
         self._meters.harvested(planned, result, cost_ns)
         self._snapshots.harvested(planned.captures, planned.lanes, result.lanes)
-        for live, record in zip(planned.lanes, result.lanes, strict=True):
+        for place, (live, record) in enumerate(zip(planned.lanes, result.lanes, strict=True)):
             live.in_flight.popleft()
             if live.phase is Phase.ENDED:
                 continue
+            if plan.lanes and plan.lanes[place].copy_tokens:
+                _count_copies(live, plan.lanes[place], record)
             end = self._fold_lane(live, record, now_ns)
             if end is not None:
                 yield live, end
@@ -101,6 +104,8 @@ class Harvester:
         if live.matcher is not None:
             for token in record.tokens:
                 live.matcher.commit(token)
+        if live.follower is not None:
+            live.follower.advance(record.tokens)
         before = live.stops.generated_tokens
         visible = live.stops.push(record.tokens)
         live.chain.tokens.extend(record.tokens)
@@ -150,3 +155,18 @@ class Harvester:
             param="bad_words" if live.matcher is None else PARAM,
             emitted=live.emitted,
         )
+
+
+def _completed(planned: SubmittedRound, result: RoundResult) -> CompletedRound:
+    """What the policy learns from a round."""
+    lanes = planned.plan.lanes
+    copied = any(lane.copy_sources for lane in lanes)
+    sources = tuple(lane.copy_sources for lane in lanes) if copied else ()
+    return CompletedRound(planned.plan.shape, result.lanes, sources)
+
+
+def _count_copies(live: LiveRequest, lane: LanePlan, record: LaneRecord) -> None:
+    """Add a round's copied drafts to the request's totals; a grammar may have replaced some."""
+    live.copies_offered += min(len(lane.copy_tokens), record.offered)
+    accepted = zip(lane.copy_tokens, record.tokens[: record.accepted], strict=False)
+    live.copies_accepted += sum(copy == token for copy, token in accepted)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.grammar.matcher import GrammarMatcher
+from flare_ray.controller.history.prediction import PredictionFollower
 from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.prefix import Snapshot
 from flare_ray.controller.stops import OutputStops
@@ -75,10 +76,12 @@ class LiveRequest:
         consumed_tokens / generated_tokens: as of the last harvested round.
         in_flight: unanswered programs of this request, in order.
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
+        copies_offered / copies_accepted: those of the drafts that were copied.
         emitted: some output has been made visible.
         prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
         matcher: its place in its grammar, committed tokens taken; None = unconstrained.
+        follower: its place in its prediction, likewise; None = nothing was predicted.
     """
 
     request: GenerationRequest
@@ -111,6 +114,8 @@ class LiveRequest:
     in_flight: deque[Unanswered] = field(default_factory=deque)
     drafts_offered: int = 0
     drafts_accepted: int = 0
+    copies_offered: int = 0
+    copies_accepted: int = 0
     rounds: int = 0
     first_token_ns: int = 0
     last_delivery_ns: int = 0
@@ -118,9 +123,12 @@ class LiveRequest:
     scores: deque[TokenScore] = field(default_factory=deque)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
+    follower: PredictionFollower | None = None
 
     def __post_init__(self) -> None:
         self.prefill_length = len(self.request.prompt_tokens)
+        if self.request.prediction:
+            self.follower = PredictionFollower(self.request.prediction)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -160,17 +168,22 @@ class LiveRequest:
     def may_decode(self) -> bool:
         """Whether a further round may find it alive.
 
-        A constrained request is never in two queued programs: its masks follow from the tokens of
-        the last one (contract: K1).
+        A request that needs the last program's tokens is never in two queued ones.
         """
-        if self.matcher is not None and self.in_flight:
+        if self._needs_tokens and self.in_flight:
             return False
         return self.phase is Phase.DECODE and self.budget_bound > 0
 
     @property
-    def awaits_masks(self) -> bool:
-        """Constrained, and in an unanswered round."""
-        return self.matcher is not None and any(p.consumes for p in self.in_flight)
+    def _needs_tokens(self) -> bool:
+        """Whether its next round follows from the tokens of the last one: masks (contract: K1), or
+        where its prediction goes on (contract: H3)."""
+        return self.matcher is not None or (self.follower is not None and self.follower.on_track)
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """Its next round follows from an unanswered one's tokens."""
+        return self._needs_tokens and any(p.consumes for p in self.in_flight)
 
     @property
     def reads_output(self) -> bool:

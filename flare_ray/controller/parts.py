@@ -57,6 +57,7 @@ def admission_limits(
         retry_after_s=config.admission.retry_after_s,
         preempts=config.admission.preemption,
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
+        copies=manifest.copy_inputs and max_width > 1,
     )
 
 

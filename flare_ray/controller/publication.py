@@ -93,6 +93,8 @@ class Publisher:
             drafts_accepted=live.drafts_accepted,
             rounds=live.rounds,
             cached_tokens=live.cached_tokens,
+            copies_offered=live.copies_offered,
+            copies_accepted=live.copies_accepted,
         )
         self._add(live, item)
         self._close(live)

@@ -74,6 +74,10 @@ class TextCodec:
         `special` is false."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a text in which control tokens and tags are plain text."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of ids, special tokens spelled out; broken UTF-8 becomes U+FFFD."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))

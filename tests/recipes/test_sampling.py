@@ -8,8 +8,10 @@ import math
 import pytest
 
 from flare_ray.config import EngineConfig
-from flare_ray.contracts.plan import LogitRule
+from flare_ray.contracts.plan import LanePlan, LogitRule
 from flare_ray.contracts.record import unpack_scores
+from flare_ray.controller.history.prediction import PredictionFollower
+from flare_ray.controller.verification import ProposalSource
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.prepare import prepare_rank
 from tests.recipes.test_prefix_reuse import RECIPES
@@ -69,3 +71,27 @@ def test_every_width_gives_the_text_and_logprobs_of_one_token_execution(driver, 
         assert found.tokens == single.tokens
         differences = [abs(a - b) for a, b in zip(scores_of(found), expected, strict=True)]
         assert max(differences) < LOGPROB_ATOL
+
+
+@pytest.mark.parametrize("name", ["greedy", "reproducible_all"])
+def test_a_predicted_output_gives_the_text_of_one_token_execution(driver, name):
+    """Contract H3: right copies, a wrong one in the middle, right ones again."""
+    sampling = SAMPLINGS[name]
+    single = driver.generate(PROMPT, width=1, budget=BUDGET, sampling=sampling, speculation=False)
+    prediction = list(single.tokens)
+    prediction[8] = (prediction[8] + 1) % driver.manifest.vocab_size
+    width = max(s.verify_width for s in driver.manifest.shapes)
+    opened = driver.open(PROMPT, 0, budget=BUDGET, sampling=sampling)
+    (request,) = driver.prefill([opened])
+    follower, taken, copied = PredictionFollower(prediction), 0, 0
+    while not request.ended:
+        follower.advance(request.tokens[taken:])
+        taken = len(request.tokens)
+        copies = follower.propose(width - 1)
+        sources = (int(ProposalSource.REQUEST),) * len(copies)
+        lane = LanePlan(request.slot, request.epoch, width - 1, copies, sources)
+        (record,) = driver.round([request], width, lanes=[lane])
+        copied += min(record.accepted, len(copies))
+    driver.close(request)
+    assert request.tokens == single.tokens
+    assert copied >= BUDGET // 3

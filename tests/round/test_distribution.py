@@ -15,6 +15,7 @@ from scipy.stats import chi2
 
 from flare_ray.contracts.plan import LanePlan, MaskAnswer
 from flare_ray.device.speculation import lanes as lanes_module
+from flare_ray.device.speculation import proposal as proposal_module
 from flare_ray.device.speculation import round as round_module
 from flare_ray.device.speculation.proposal import Proposals
 from tests.round.test_masks import mask_of
@@ -54,9 +55,18 @@ def transitions(tokens: list[int]) -> np.ndarray:
 
 
 def sampled_counts(
-    sampling: Sampling, width: int, *, tokens: int = 6000, ceiling: int | None = None
+    sampling: Sampling,
+    width: int,
+    *,
+    tokens: int = 6000,
+    ceiling: int | None = None,
+    copies: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """Transition counts of LANES requests with seeds of their own."""
+    """Transition counts of LANES requests with seeds of their own.
+
+    Args:
+        copies: tokens that every round copies, whatever its text (-1 = the drafter's stays).
+    """
     budget = tokens // LANES
     driver = Driver(
         scripted_rank(SCRIPT, Setup(slots=LANES, context_tokens=1024, prefill_tokens=32))
@@ -75,9 +85,8 @@ def sampled_counts(
         ]
     )
     while alive := [r for r in requests if not r.ended]:
-        lanes = [
-            LanePlan(r.slot, r.epoch, width - 1 if ceiling is None else ceiling) for r in alive
-        ]
+        drafts, sources = width - 1 if ceiling is None else ceiling, (2,) * len(copies)
+        lanes = [LanePlan(r.slot, r.epoch, drafts, copies, sources) for r in alive]
         driver.round(alive, width, lanes=lanes)
     return sum(transitions([*r.prompt, *r.tokens]) for r in requests)
 
@@ -116,6 +125,12 @@ def test_every_shorter_length_follows_the_exact_target(ceiling):
     sampling = Sampling(temperature=1.0, top_k=0, top_p=0.9)
     counts = sampled_counts(sampling, 8, ceiling=ceiling, tokens=4000)
     assert p_value(counts, exact_rows(sampling)) > ALPHA
+
+
+@pytest.mark.parametrize("copies", [(3,), (-1, 5), (1, 2, 3, 4)], ids=str)
+def test_output_with_copied_drafts_follows_the_exact_target(copies):
+    counts = sampled_counts(PLAIN, 5, copies=copies)
+    assert p_value(counts, exact_rows(PLAIN)) > ALPHA
 
 
 def test_constrained_output_follows_the_masked_target():
@@ -160,6 +175,11 @@ def test_q_off_by_a_temperature_is_caught(monkeypatch):
 
     monkeypatch.setattr(Proposals, "draw", hotter)
     assert caught(sampled_counts(PLAIN, 5, tokens=16000))
+
+
+def test_a_copy_verified_against_the_drafters_q_is_caught(monkeypatch):
+    monkeypatch.setattr(proposal_module, "write_point_masses", lambda q, tokens, chosen: None)
+    assert caught(sampled_counts(PLAIN, 5, copies=(1, 2, 3, 4)))
 
 
 def test_one_stale_state_row_is_caught(monkeypatch):

@@ -40,6 +40,7 @@ from tests.support.fake_manifest import make_manifest as make_manifest
 from tests.support.fake_scripts import AcceptTable as AcceptTable
 from tests.support.fake_scripts import Script as Script
 from tests.support.fake_scripts import accepts_up_to as accepts_up_to
+from tests.support.fake_scripts import draft_passes as draft_passes
 from tests.support.fake_scripts import hashed_accepts as hashed_accepts
 from tests.support.fake_scripts import hashed_script as hashed_script
 from tests.support.fake_scripts import listed_script as listed_script
@@ -376,7 +377,8 @@ class FakeChannel:
         prompt = tuple(slot.prompt)
         accepted = 0
         before = slot.generated_before + slot.generated
-        while accepted < offered and self.accepts(prompt, before, accepted + 1):
+        passes = draft_passes(self.script, self.accepts, prompt, before)
+        while accepted < offered and passes(accepted, lane.copy_tokens):
             accepted += 1
         generated, pending = slot.generated, slot.pending
         tokens = self._commit(slot, accepted + 1)

@@ -61,7 +61,7 @@ def make_manifest(
         prefill_tokens=prefill_tokens,
         draft_tokens=draft_tokens,
         speculation=True,
-        copy_inputs=False,
+        copy_inputs=True,
         eos_ids=eos_ids,
         sampling_defaults=SamplingDefaults(),
         shapes=prefill + rounds,

@@ -41,3 +41,21 @@ def hashed_accepts(rate: float) -> AcceptTable:
 def accepts_up_to(count: int) -> AcceptTable:
     """The first `count` depths are accepted."""
     return lambda _prompt, _generated, depth: depth <= count
+
+
+def draft_passes(
+    script: Script, accepts: AcceptTable, prompt: tuple[int, ...], before: int
+) -> Callable[[int, Sequence[int]], bool]:
+    """Whether the draft of a depth (from 0) passes, given the lane's copies: one that is copied
+    passes if it is the text's own token.
+
+    Args:
+        before: tokens generated at the round's start.
+    """
+
+    def passes(depth: int, copies: Sequence[int]) -> bool:
+        if depth < len(copies) and copies[depth] >= 0:
+            return copies[depth] == script(prompt, before + depth)
+        return accepts(prompt, before, depth + 1)
+
+    return passes

@@ -345,7 +345,8 @@ class Answer:
         prompt = sum(self._prepared.prompt_tokens[:: self._prepared.choices_per_prompt])
         ended = self._finished.values()
         reasoning = sum(turn.reasoning_tokens for turn in self._turns.values())
-        return usage_of(prompt, ended, reasoning_tokens=reasoning)
+        predicted = any(request.prediction for request in self._prepared.requests)
+        return usage_of(prompt, ended, reasoning_tokens=reasoning, predicted=predicted)
 
     def _envelope(
         self,
@@ -364,12 +365,18 @@ class Answer:
         )
 
 
-def usage_of(prompt: int, ended: Iterable[Finished], *, reasoning_tokens: int) -> Usage:
-    """Token counts of choices that share one prompt of `prompt` tokens."""
+def usage_of(
+    prompt: int, ended: Iterable[Finished], *, reasoning_tokens: int, predicted: bool = False
+) -> Usage:
+    """Token counts of choices that share one prompt of `prompt` tokens.
+
+    Args:
+        predicted: the request brought a prediction: its own tokens are counted, not every draft.
+    """
     ended = tuple(ended)
     completion = sum(f.completion_tokens for f in ended)
-    offered = sum(f.drafts_offered for f in ended)
-    accepted = sum(f.drafts_accepted for f in ended)
+    offered = sum(f.copies_offered if predicted else f.drafts_offered for f in ended)
+    accepted = sum(f.copies_accepted if predicted else f.drafts_accepted for f in ended)
     return Usage(
         prompt,
         completion,

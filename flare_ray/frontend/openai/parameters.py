@@ -12,7 +12,6 @@ from typing import Any
 from flare_ray.errors import InvalidRequest
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "prediction": (),
     "modalities": (["text"],),
     "audio": (),
     "functions": ([],),

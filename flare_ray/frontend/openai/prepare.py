@@ -125,7 +125,8 @@ async def prepare_chat(
         parallel=chat.parallel_tool_calls is not False,
         prompt=ChatPrompt(settings.chat, inside_reasoning),
     )
-    names = _Names(response_id, budget, budget_name, "messages", banned, grammar)
+    predicted = await _predicted(settings, chat)
+    names = _Names(response_id, budget, budget_name, "messages", banned, grammar, predicted)
     choices = chat.choices()
     requests = _spread(_generation(chat, info, tokens, names), choices)
     return Prepared(
@@ -288,8 +289,8 @@ def check_served(settings: ApiSettings, model: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Identity and budget of one generation, what to call its parts in errors, and its banned
-    token sequences."""
+    """Identity and budget of one generation, what to call its parts in errors, its banned token
+    sequences and what is predicted of it."""
 
     request_id: str
     max_tokens: int | None
@@ -297,6 +298,7 @@ class _Names:
     prompt: str
     bad_words: tuple[tuple[int, ...], ...]
     grammar: GrammarSpec | None = None
+    prediction: tuple[int, ...] = ()
 
 
 async def _banned(
@@ -310,6 +312,14 @@ async def _banned(
             f"bad_words: at most {MAX_BAD_WORDS} words, none of them empty", param="bad_words"
         )
     return await settings.pool.run(lambda: settings.codec.encode_words(words))
+
+
+async def _predicted(settings: ApiSettings, chat: ChatBody) -> tuple[int, ...]:
+    """Ids of the predicted output as the model would spell it, tags in it as plain text."""
+    if chat.prediction is None or not chat.prediction.text:
+        return ()
+    text = chat.prediction.text
+    return tuple(await settings.pool.run(lambda: settings.codec.encode_plain(text)))
 
 
 def check_model(settings: ApiSettings, body: Mapping[str, Any]) -> None:
@@ -370,6 +380,7 @@ def _generation(
         top_logprobs=body.alternatives(),
         prompt_logprobs=_scored(body),
         grammar=resolved.grammar,
+        prediction=names.prediction,
     )
 
 

@@ -149,6 +149,25 @@ class _GenerationBody(Closed):
         )
 
 
+class _PredictedPart(Closed):
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Closed):
+    """A predicted output: most of the answer is expected to repeat it."""
+
+    type: Literal["content"]
+    content: str | list[_PredictedPart]
+
+    @property
+    def text(self) -> str:
+        """The whole of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
 class ChatBody(_GenerationBody):
     """POST /v1/chat/completions. Messages and tools are checked in `messages.py`."""
 
@@ -160,6 +179,7 @@ class ChatBody(_GenerationBody):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    prediction: Prediction | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def alternatives(self) -> int:

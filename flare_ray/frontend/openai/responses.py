@@ -22,8 +22,9 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
     Attributes:
         reasoning_tokens: part of `completion_tokens`.
-        accepted_prediction_tokens: drafts, from whatever source, that are in the output.
-        rejected_prediction_tokens: drafts that were verified in vain; not in `completion_tokens`.
+        accepted_prediction_tokens: drafts that are in the output: those copied from the request's
+            `prediction`, or from whatever source if it brought none.
+        rejected_prediction_tokens: likewise those verified in vain; not in `completion_tokens`.
     """
 
     reasoning_tokens: int

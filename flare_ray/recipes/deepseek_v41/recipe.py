@@ -17,7 +17,7 @@ RECIPE = Recipe(
         drafter="dspark",
         default_draft_tokens=7,
         max_draft_tokens=7,
-        copy_inputs=False,
+        copy_inputs=True,
         block=True,
         forecasts=True,
     ),

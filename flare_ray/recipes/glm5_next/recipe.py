@@ -17,7 +17,7 @@ RECIPE = Recipe(
         drafter="mtp",
         default_draft_tokens=5,
         max_draft_tokens=7,
-        copy_inputs=False,
+        copy_inputs=True,
     ),
     sampling_defaults=SamplingDefaults(temperature=1.0, top_p=0.95),
     chat=ChatFormat(

@@ -186,7 +186,7 @@ def test_parameter_that_is_not_built_is_refused_by_name_and_its_neutral_values_a
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("prediction", {"type": "content", "content": "x"}),
+        ("verbosity", "low"),
         ("modalities", ["text", "audio"]),
     ],
 )

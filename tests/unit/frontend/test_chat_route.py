@@ -345,3 +345,26 @@ def test_reproducible_mode_reaches_the_engine_on_request(api):
         assert api.chat(**fields).status_code == 200
     modes = [request.sampling.reproducible for request in api.client.requests]
     assert modes == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["a <think> b", [{"type": "text", "text": "a <th"}, {"type": "text", "text": "ink> b"}]],
+)
+def test_prediction_reaches_the_engine_as_plain_token_ids(make_api, content):
+    api = make_api(answer("why</think>because"))
+    assert api.chat(prediction={"type": "content", "content": content}).status_code == 200
+    assert api.client.requests[0].prediction == byte_tokens("a <think> b")
+
+
+def test_usage_counts_the_predictions_own_tokens_where_there_is_one(make_api):
+    def script(request):
+        *deltas, ended = answer("why</think>because")(request)
+        counts = {"drafts_offered": 9, "drafts_accepted": 5}
+        copies = {"copies_offered": 4, "copies_accepted": 3}
+        return [*deltas, msgspec.structs.replace(ended, **counts, **copies)]
+
+    body = make_api(script).chat(prediction={"type": "content", "content": "because"}).json()
+    details = body["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 3
+    assert details["rejected_prediction_tokens"] == 1
