@@ -51,7 +51,7 @@ REFUSED = {
     "format": {"type": "string", "format": "nonsense"},
     "oneOf": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
     "no finite": {"type": "string", "minLength": 2, "maxLength": 1},
-    "names nothing": {"$ref": "#/$defs/missing"},
+    "names no schema": {"$ref": "#/$defs/missing"},
     "of the schema itself": {"$ref": "http://example.org/x"},
     "itself without end": {"anyOf": [{"$ref": "#"}]},
     "look-around": {"type": "string", "pattern": "(?=a)"},
@@ -66,7 +66,41 @@ def test_what_cannot_be_enforced_is_refused_by_name(reason):
         to_ebnf("root", JsonLanguage(REFUSED[reason]).rules)
 
 
+MALFORMED = (
+    {"allOf": [{"minLength": -1}, {"minLength": 3}]},
+    {"type": "integer", "minLength": -1},
+    {"type": "string", "minimum": "low"},
+    {"type": "string", "pattern": 7},
+    {"anyOf": [{"type": "null"}, {"type": "strung"}], "type": "null"},
+    {"anyOf": []},
+    {"enum": 1},
+    {"required": "a"},
+    {"properties": []},
+    {"items": 3},
+    {"type": "null", "$defs": {"unused": {"maxItems": 0.5}}},
+    {"minimum": float("inf")},
+    {"$ref": 1},
+)
+
+
+@pytest.mark.parametrize("schema", MALFORMED, ids=str)
+def test_what_is_no_schema_is_refused_wherever_it_stands(schema, compile_):
+    with pytest.raises(InvalidRequest, match="schema at #"):
+        compile_("json_schema", json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    "reference", ["#/properties", "#/properties/b/const", "#/allOf/0", "#/properties/", "#/items"]
+)
+def test_a_reference_names_a_schema(reference, compile_):
+    schema = {"properties": {"a": {"$ref": reference}, "b": {"const": {}}}}
+    with pytest.raises(InvalidRequest, match="names no"):
+        compile_("json_schema", json.dumps(schema))
+
+
 ADMITTED = (
+    {"type": "integer", "maximum": 10**400},
+    {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"anyOf": [{"type": "null"}, {"const": 3}]}}},
     {"type": "object", "properties": {"n": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
     {"enum": ["在线", "café", "🙂", 'a"b\\', "\n", 1, None, {"x": [1]}]},
     {"type": "number", "minimum": 0.5, "maximum": 2.25},

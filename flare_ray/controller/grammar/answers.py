@@ -8,6 +8,7 @@ from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.controller.grammar.json_language import JsonLanguage
 from flare_ray.controller.grammar.language import to_ebnf
 from flare_ray.controller.grammar.regex import regex_language
+from flare_ray.controller.grammar.shapes import check_shapes
 from flare_ray.errors import InvalidRequest
 
 
@@ -26,4 +27,5 @@ def answer_ebnf(spec: GrammarSpec) -> str:
         schema = json.loads(spec.source)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"schema: it is not JSON: {error}", code="invalid_grammar") from error
+    check_shapes(schema)
     return to_ebnf("root", JsonLanguage(schema).rules)

@@ -35,6 +35,7 @@ from flare_ray.controller.grammar.schema import (
     refused,
     types_of,
 )
+from flare_ray.controller.grammar.shapes import check_shapes
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 SIMPLE = frozenset({"type"})
@@ -116,6 +117,7 @@ def call_pieces(tool: ToolGrammar, syntax: CallSyntax) -> tuple[Piece, ...]:
         InvalidRequest: its schema is none of an object, or cannot be enforced.
     """
     schema = json.loads(tool.schema) if tool.schema else NO_ARGUMENTS
+    check_shapes(schema)
     if syntax.style == "json":
         opening = f'{syntax.tool_open}{{"name": {json.dumps(tool.name)}, "arguments": '
         only_objects = {"allOf": [schema, {"type": "object"}]}

@@ -56,6 +56,13 @@ KEYWORDS_OF_TYPE: Mapping[str, frozenset[str]] = {
 }
 COMBINING = frozenset({"type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"})
 KNOWN = ANNOTATIONS | COMBINING | frozenset().union(*KEYWORDS_OF_TYPE.values())
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+SEVERAL = MAPS | LISTS
+"""Keywords that hold schemas by name, and in order."""
+SINGLE = frozenset({"additionalProperties", "propertyNames", "items"})
+SINGLE |= frozenset({"unevaluatedProperties", "unevaluatedItems"})
+PLACES = SEVERAL | SINGLE
 _LARGEST = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
 _SMALLEST = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 
@@ -69,18 +76,26 @@ def check_keywords(schema: Any, path: str) -> Schema:
     """`schema` as a mapping without annotations.
 
     Raises:
-        InvalidRequest: it is no schema, or has keywords that cannot be honoured.
+        InvalidRequest: it has keywords that cannot be honoured.
     """
     if schema is True:
         return {}
     if schema is False:
         return {"enum": []}
-    if not isinstance(schema, Mapping):
-        raise refused(path, f"a schema is an object or a boolean, got {_short(schema)}")
     unknown = sorted(set(schema) - KNOWN)
     if unknown:
-        raise refused(path, f"{_short(unknown[0])} is not supported; leave it out")
+        raise refused(path, f"{short(unknown[0])} is not supported; leave it out")
     return {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+
+
+def _member(holder: Any, part: str) -> Any:
+    """What a pointer's part names; None if nothing."""
+    key = part.replace("~1", "/").replace("~0", "~")
+    if isinstance(holder, Mapping):
+        return holder.get(key)
+    if isinstance(holder, list) and key.isdecimal() and int(key) < len(holder):
+        return holder[int(key)]
+    return None
 
 
 class Resolver:
@@ -89,23 +104,22 @@ class Resolver:
     def __init__(self, root: Any) -> None:
         self.root = root
 
-    def target(self, reference: Any, path: str) -> Any:
+    def target(self, reference: str, path: str) -> Any:
         """The part of the document that `reference` names.
 
         Raises:
             InvalidRequest: it names none, or another document.
         """
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise refused(path, f"$ref {_short(reference)}: only #/... of the schema itself")
-        node = self.root
-        for part in reference.split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, Mapping) and key in node:
-                node = node[key]
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                raise refused(path, f"$ref {_short(reference)} names nothing")
+        if reference != "#" and not reference.startswith("#/"):
+            raise refused(path, f"$ref {short(reference)}: only #/... of the schema itself")
+        node: Any = self.root
+        parts = iter(reference.split("/")[1:])
+        for keyword in parts:
+            node = _member(node, keyword) if keyword in PLACES else None
+            if keyword in SEVERAL:
+                node = _member(node, next(parts, ""))
+            if node is None:
+                raise refused(path, f"$ref {short(reference)} names no schema")
         return node
 
     def flat(self, schema: Any, path: str, depth: int = 0) -> Schema:
@@ -118,8 +132,6 @@ class Resolver:
             raise refused(path, "references or allOf lead nowhere, or too deep")
         own = dict(check_keywords(schema, path))
         parts = own.pop("allOf", [])
-        if not isinstance(parts, list):
-            raise refused(path, "allOf is a list of schemas")
         if set(own) == {"$ref"} and not parts:
             return own
         if "$ref" in own:
@@ -152,8 +164,7 @@ class Resolver:
             if key not in result:
                 result[key] = value
             elif key in _LARGEST or key in _SMALLEST:
-                both = (_number(result[key], key, path), _number(value, key, path))
-                result[key] = max(both) if key in _LARGEST else min(both)
+                result[key] = (max if key in _LARGEST else min)(result[key], value)
             elif key == "type":
                 result[key] = _common_types(result[key], value)
             elif key in ("enum", "const"):
@@ -224,7 +235,7 @@ def types_of(schema: Schema, path: str) -> tuple[str, ...]:
         return spoken or tuple(name for name in TYPES if name != "integer")
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(n, str) and n in TYPES for n in names):
-        raise refused(path, f"type {_short(declared)}: use {', '.join(TYPES)}")
+        raise refused(path, f"type {short(declared)}: use {', '.join(TYPES)}")
     return tuple(dict.fromkeys(names))
 
 
@@ -313,12 +324,6 @@ def _values(schema: Schema) -> list[Any] | None:
     return values if isinstance(values, list) else None
 
 
-def _number(value: Any, key: str, path: str) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refused(path, f"{key} is a number, got {_short(value)}")
-    return value
-
-
 def count_of(schema: Schema, key: str, default: int | None, path: str) -> int | None:
     """A keyword that is a count; `default` where it is absent.
 
@@ -331,7 +336,7 @@ def count_of(schema: Schema, key: str, default: int | None, path: str) -> int | 
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise refused(path, f"{key} is a whole number of at least 0, got {_short(value)}")
+        raise refused(path, f"{key} is a whole number of at least 0, got {short(value)}")
     return value
 
 
@@ -341,6 +346,7 @@ def without(schema: Schema, keys: Iterable[str]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key not in dropped}
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return repr(text) if len(text) <= 60 else repr(text[:57] + "...")
