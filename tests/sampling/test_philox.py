@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from flare_ray.device.sampling import philox
@@ -34,11 +35,12 @@ def test_zero_key_and_counter_give_the_published_words():
     assert words[0].tolist() == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_random_keys_and_offsets_equal_the_integer_model():
+@pytest.mark.parametrize("uniforms", [philox.uniforms, philox.plain_uniforms])
+def test_random_keys_and_offsets_equal_the_integer_model(uniforms):
     rng = random.Random(5)
     keys = [rng.getrandbits(64) for _ in range(40)]
     offsets = [rng.randrange(1 << 40) for _ in range(40)]
-    got = philox.uniforms(torch.tensor([signed(k) for k in keys]), torch.tensor(offsets), 11)
+    got = uniforms(torch.tensor([signed(k) for k in keys]), torch.tensor(offsets), 11)
     for row, (key, offset) in enumerate(zip(keys, offsets, strict=True)):
         for n in range(11):
             word = model_words(key, (offset + n) // 4)[(offset + n) % 4]
@@ -46,10 +48,11 @@ def test_random_keys_and_offsets_equal_the_integer_model():
             assert got[row, n] == expected, (key, offset, n)
 
 
-def test_uniform_of_exactly_one_occurs_at_the_known_seeds():
+@pytest.mark.parametrize("uniforms", [philox.uniforms, philox.plain_uniforms])
+def test_uniform_of_exactly_one_occurs_at_the_known_seeds(uniforms):
     keys = torch.tensor([16390493, 2871038, 12118387])
     offsets = torch.tensor([0, 2, 2])
-    assert philox.uniforms(keys, offsets, 1).flatten().tolist() == [1.0, 1.0, 1.0]
+    assert uniforms(keys, offsets, 1).flatten().tolist() == [1.0, 1.0, 1.0]
 
 
 def test_lanes_are_interchangeable():

@@ -1,4 +1,4 @@
-"""Filters and position-keyed draws on CPU.
+"""Uniforms, filters and position-keyed draws on CPU.
 
 The nucleus takes one pass over a row's probabilities per digit, and one to apply it.
 
@@ -96,8 +96,8 @@ def _philox(key, group, subsequence, words):
     low, high = np.uint64(subsequence) & mask, np.uint64(subsequence) >> half
     start = np.uint64(group * _GROUP)
     for i in range(_GROUP):
-        words[0, i] = start + np.uint64(i)
-        words[1, i] = 0
+        words[0, i] = (start + np.uint64(i)) & mask
+        words[1, i] = (start + np.uint64(i)) >> half
         words[2, i] = low
         words[3, i] = high
     for _ in range(10):
@@ -110,6 +110,31 @@ def _philox(key, group, subsequence, words):
             words[3, i] = one & mask
         key_low = (key_low + np.uint64(0x9E3779B9)) & mask
         key_high = (key_high + np.uint64(0xBB67AE85)) & mask
+
+
+@kernel("iiiii", ordered=True)
+def _uniforms(keys, offsets, out, batch, count):
+    key, offset = vector(keys, batch, np.int64), vector(offsets, batch, np.int64)
+    drawn = matrix(out, batch, count, np.float32)
+    words = np.empty((4, _GROUP), np.uint64)
+    scale, half = np.float32(_SCALE), np.float32(_SCALE / 2)
+    for lane in range(batch):
+        held = -1
+        for i in range(count):
+            block, word = (offset[lane] + i) >> 2, (offset[lane] + i) & 3
+            group = block // _GROUP
+            if group != held:
+                _philox(key[lane], group, 0, words)
+                held = group
+            drawn[lane, i] = np.float32(words[word, block - group * _GROUP]) * scale + half
+
+
+def uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """As `philox.uniforms`."""
+    keys, offsets = keys.contiguous(), offsets.contiguous()
+    out = torch.empty((keys.shape[0], count))
+    _uniforms(keys.data_ptr(), offsets.data_ptr(), out.data_ptr(), keys.shape[0], count)
+    return out
 
 
 @inner_ordered

@@ -79,6 +79,15 @@ def uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:
     Returns:
         [B, count] float32 in (0, 1]; exactly 1.0 with probability 2**-25 (see chain.py's guard).
     """
+    if keys.device.type == "cpu":
+        from flare_ray.device.sampling import numba
+
+        return numba.uniforms(keys, offsets, count)
+    return plain_uniforms(keys, offsets, count)
+
+
+def plain_uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:
+    """As `uniforms`, in torch's operators."""
     words = blocks(keys, offsets >> 2, (count + 6) // 4)
     column = (offsets & 3).view(-1, 1) + torch.arange(count, device=keys.device)
     return words.gather(1, column).to(torch.float32) * _SCALE + _HALF
