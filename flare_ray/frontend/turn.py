@@ -11,7 +11,7 @@ from flare_ray.frontend.settings import ApiSettings
 
 
 class Turn:
-    """An answer under construction.
+    """An answer under construction; calls come in parts if it is streamed.
 
     Attributes:
         reasoning_tokens: tokens of reasoning so far, its closing tag included.
@@ -24,13 +24,14 @@ class Turn:
             tools=prepared.tools,
             inside_reasoning=prepared.inside_reasoning,
             data_answer=prepared.data_answer,
+            in_parts=prepared.stream,
         )
         self.reasoning_tokens = 0
         self._undecided_tokens = 0
 
     @property
     def num_calls(self) -> int:
-        """Calls so far."""
+        """Complete calls so far."""
         return self._parser.num_calls
 
     def add(self, delta: Delta) -> list[ChatEvent]:

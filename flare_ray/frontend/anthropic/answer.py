@@ -44,7 +44,15 @@ from flare_ray.frontend.anthropic.records import (
 from flare_ray.frontend.client import RequestStream
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.openai.responses import encode
-from flare_ray.frontend.parsers import ChatEvent, ContentText, ReasoningText, ToolCall
+from flare_ray.frontend.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+)
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.sse import event
 from flare_ray.frontend.stream import failure_error
@@ -78,6 +86,13 @@ class BlockWriter:
         for item in events:
             if isinstance(item, ToolCall):
                 out += self._call(item)
+            elif isinstance(item, CallStart):
+                out += self._start_call(item)
+            elif isinstance(item, CallArguments):
+                delta = InputJsonDelta(partial_json=item.text)
+                out.append(BlockDelta(index=len(self.blocks) - 1, delta=delta))
+            elif isinstance(item, CallEnd):
+                out.append(BlockStop(index=len(self.blocks) - 1))
             elif isinstance(item, ContentText):
                 out += self._text(item.text)
             elif self._show_thinking:
@@ -125,16 +140,18 @@ class BlockWriter:
         return [*out, BlockStart(index=len(self.blocks), content_block=empty)]
 
     def _call(self, call: ToolCall) -> list[BlockEvent]:
+        """A call of an answer that is not streamed."""
+        out = self._start_call(call)
+        arguments = msgspec.Raw(call.arguments.encode())
+        self.blocks[-1] = msgspec.structs.replace(self.blocks[-1], input=arguments)
+        return out
+
+    def _start_call(self, call: ToolCall | CallStart) -> list[BlockEvent]:
         out, self._layout = self.close(), ""
-        index, call_id = len(self.blocks), f"{self._call_prefix}_{call.index}"
-        whole = ToolUseBlock(id=call_id, name=call.name, input=msgspec.Raw(call.arguments.encode()))
-        self.blocks.append(whole)
-        return [
-            *out,
-            BlockStart(index=index, content_block=msgspec.structs.replace(whole, input={})),
-            BlockDelta(index=index, delta=InputJsonDelta(partial_json=call.arguments)),
-            BlockStop(index=index),
-        ]
+        call_id = f"{self._call_prefix}_{call.index}"
+        self.blocks.append(ToolUseBlock(id=call_id, name=call.name, input={}))
+        start = BlockStart(index=len(self.blocks) - 1, content_block=self.blocks[-1])
+        return [*out, start]
 
 
 class MessageAnswer:

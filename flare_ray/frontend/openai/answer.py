@@ -25,6 +25,7 @@ from flare_ray.frontend.openai.logprobs import ScoredTokens, prompt_logprobs
 from flare_ray.frontend.openai.prepare import Echo, Prepared
 from flare_ray.frontend.openai.responses import (
     DONE_FRAME,
+    ArgumentsPart,
     ChatChoice,
     ChatDelta,
     ChatMessage,
@@ -35,14 +36,26 @@ from flare_ray.frontend.openai.responses import (
     PromptTokensDetails,
     TextChoice,
     ToolCallBody,
+    ToolCallPart,
     Usage,
     frame,
 )
 from flare_ray.frontend.openai.responses import encode as encode_body
-from flare_ray.frontend.parsers import ChatEvent, ContentText, ReasoningText
+from flare_ray.frontend.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+)
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.stream import failure_error
 from flare_ray.frontend.turn import Turn
+
+_Shown = ReasoningText | ContentText | ToolCall | CallStart | CallArguments
+"""Events that a chunk tells of: the end of a call is told by what follows it."""
 
 
 class Choice(Protocol):
@@ -198,6 +211,7 @@ class ChatChoiceBuilder:
         return [
             ChunkChoice(index=self._index, delta=self._opening(self._delta(event)))
             for event in events
+            if not isinstance(event, CallEnd)
         ]
 
     def _opening(self, delta: ChatDelta) -> ChatDelta:
@@ -206,18 +220,23 @@ class ChatChoiceBuilder:
         self._opened = True
         return msgspec.structs.replace(delta, role="assistant")
 
-    def _delta(self, event: ChatEvent) -> ChatDelta:
+    def _delta(self, event: _Shown) -> ChatDelta:
         if isinstance(event, ContentText):
             self._content.append(event.text)
             return ChatDelta(content=event.text)
         if isinstance(event, ReasoningText):
             self._reasoning.append(event.text)
             return ChatDelta(reasoning_content=event.text)
+        if isinstance(event, CallArguments):
+            part = ToolCallPart(index=event.index, function=ArgumentsPart(event.text))
+            return ChatDelta(tool_calls=[part])
         call = ToolCallBody(
             index=event.index,
             id=f"{self._call_prefix}_{event.index}",
             type="function",
-            function=FunctionCall(event.name, event.arguments),
+            function=FunctionCall(
+                event.name, event.arguments if isinstance(event, ToolCall) else ""
+            ),
         )
         self._calls.append(call)
         return ChatDelta(tool_calls=[call])

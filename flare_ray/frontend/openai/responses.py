@@ -58,6 +58,19 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     function: FunctionCall
 
 
+class ArgumentsPart(msgspec.Struct, frozen=True):
+    """More of a call's arguments."""
+
+    arguments: str
+
+
+class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a call that an earlier chunk has opened."""
+
+    index: int
+    function: ArgumentsPart
+
+
 class Alternative(msgspec.Struct, frozen=True):
     """A token with its text, log-probability and UTF-8 bytes."""
 
@@ -107,7 +120,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    tool_calls: list[ToolCallBody | ToolCallPart] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,10 +2,22 @@
 
 from flare_ray.frontend.parsers.chat import ChatParser
 from flare_ray.frontend.parsers.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
     ChatEvent,
     ContentText,
     ReasoningText,
     ToolCall,
 )
 
-__all__ = ["ChatEvent", "ChatParser", "ContentText", "ReasoningText", "ToolCall"]
+__all__ = [
+    "CallArguments",
+    "CallEnd",
+    "CallStart",
+    "ChatEvent",
+    "ChatParser",
+    "ContentText",
+    "ReasoningText",
+    "ToolCall",
+]

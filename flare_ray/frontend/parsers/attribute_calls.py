@@ -43,11 +43,12 @@ class AttributesScanner(StagedScanner):
         head = self._head(text, CALL_HEAD)
         if head is None or isinstance(head, Malformed):
             return head
-        self._name = head.group(1)
-        if FUNCTION_NAME.fullmatch(self._name) is None:
+        name = head.group(1)
+        if FUNCTION_NAME.fullmatch(name) is None:
             return Malformed(self._at)
+        self.name = name
         if head.group(2):
-            return ParsedCall(self._name, "{}", head.end())
+            return ParsedCall(name, "{}", head.end())
         self._at = head.end()
         self._stage = self._scan_next
         return None
@@ -72,7 +73,7 @@ class AttributesScanner(StagedScanner):
         self._key, self._raw = head.group(1), head.group(2) == "true"
         if self._key in self._arguments:
             return Malformed(self._at)
-        self._at = self._search = head.end()
+        self._begin_value(head.end(), self._chat.arg_value_close, grows=self._raw)
         self._stage = self._scan_value
         return None
 
@@ -81,7 +82,7 @@ class AttributesScanner(StagedScanner):
         if raw is None:
             return
         if self._raw or strict_json(raw) is INVALID_JSON:
-            self._arguments[self._key] = json.dumps(raw, ensure_ascii=False)
+            self._end_value(raw, json.dumps(raw, ensure_ascii=False))
         else:
-            self._arguments[self._key] = raw.strip()
+            self._end_value(raw, raw.strip())
         self._stage = self._scan_next

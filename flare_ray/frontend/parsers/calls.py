@@ -3,7 +3,8 @@
 A scanner is given everything after the opening tag, again and again as it grows, and remembers how
 far it has come, so that the work is linear in the text. It answers None (more text is needed),
 `ParsedCall`, or `Malformed` with the position from which ordinary parsing goes on. The verdict
-depends on the text alone, never on how it was cut into pieces.
+depends on the text alone, never on how it was cut into pieces; and so do the parts that are taken
+meanwhile, joined.
 """
 
 from __future__ import annotations
@@ -15,17 +16,23 @@ from typing import Any, Protocol
 from flare_ray.frontend.parsers.attribute_calls import AttributesScanner
 from flare_ray.frontend.parsers.stages import StagedScanner
 from flare_ray.frontend.parsers.text import could_begin, find_first
-from flare_ray.frontend.parsers.values import argument_json, strict_json
+from flare_ray.frontend.parsers.values import argument_json, strict_json, takes_only_strings
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
 from flare_ray.frontend.parsers.xml_calls import XmlParametersScanner
 from flare_ray.recipes.declaration import ChatFormat
 
 
 class CallScanner(Protocol):
-    """Scanner of one call."""
+    """Scanner of one call. `name` and `told` as in `StagedScanner`."""
+
+    name: str
+    told: int
 
     def scan(self, text: str) -> ParsedCall | Malformed | None:
         """The verdict on `text`, which extends the text of the previous call of this method."""
+
+    def take(self, text: str, *, last: bool = False) -> str:
+        """Arguments in parts, see `StagedScanner.take`."""
 
 
 def scanner_for(chat: ChatFormat, tools: Mapping[str, Mapping[str, Any]]) -> CallScanner:
@@ -64,7 +71,7 @@ class ArgPairsScanner(StagedScanner):
             # A longer name may still follow unless white space already ended this one.
             return None
         if any(rest.startswith(tag) for tag in tags):
-            self._name = match.group()
+            self.name = match.group()
             self._at = len(text) - len(rest)
             self._stage = self._scan_next
             return None
@@ -106,8 +113,8 @@ class ArgPairsScanner(StagedScanner):
         start = len(text) - len(rest)
         opening = self._chat.arg_value_open
         if rest.startswith(opening):
-            self._at = start + len(opening)
-            self._search = self._at
+            grows = takes_only_strings(self._tools.get(self.name, {}), self._key)
+            self._begin_value(start + len(opening), self._chat.arg_value_close, grows=grows)
             self._stage = self._scan_value
             return None
         return None if could_begin(rest, (opening,)) else Malformed(start)
@@ -116,14 +123,19 @@ class ArgPairsScanner(StagedScanner):
         raw = self._value(text, self._chat.arg_value_close)
         if raw is None:
             return
-        self._arguments[self._key] = argument_json(raw, self._tools.get(self._name, {}), self._key)
+        self._end_value(raw, argument_json(raw, self._tools.get(self.name, {}), self._key))
         self._stage = self._scan_next
 
 
 class JsonScanner:
-    """One JSON object `{"name": ..., "arguments": {...}}` up to the closing tag."""
+    """One JSON object `{"name": ..., "arguments": {...}}` up to the closing tag.
+
+    Its arguments come whole: their name may stand behind them.
+    """
 
     def __init__(self, chat: ChatFormat) -> None:
+        self.name = ""
+        self.told = 0
         self._close = chat.tool_close
         self._search = 0
 
@@ -142,6 +154,10 @@ class JsonScanner:
             self._search = at + len(self._close)
         self._search = max(self._search, len(text) - len(self._close) + 1, 0)
         return None
+
+    def take(self, text: str, *, last: bool = False) -> str:
+        """See `CallScanner.take`."""
+        return ""
 
     def _parse(self, body: str, end: int) -> ParsedCall | None:
         call = strict_json(body)

@@ -13,9 +13,14 @@ States and what ends them (R = reasoning, C = content, T = inside a tool call):
 Tags around a run of calls (B, where the family has them) are layout, like the white space before
 the first and between the calls: B opens where a call follows, and closes where its tag stands.
 
-A call is handed out when it is complete, never in parts: text that turns out not to be a call must
-reach the client as content, and half a call cannot be taken back. Nothing is ever lost: the pieces
-of the three kinds, tags and call syntax apart, add up to the text.
+A call is handed out when it is complete, since text that turns out not to be a call must reach the
+client as content. In parts it is handed out where a client asked for a stream: from the first
+argument on of which some value is certain, if the call stands outside reasoning (where models quote
+their tags) and names a declared function; any other one comes as a whole, in the same events. What
+has begun cannot be taken back: if the call breaks off, its arguments end where they are, so that no
+client can make half a call, and the text behind them is content.
+
+Nothing is ever lost: the pieces of the three kinds, tags and call syntax apart, add up to the text.
 """
 
 from __future__ import annotations
@@ -26,6 +31,9 @@ from typing import Any
 
 from flare_ray.frontend.parsers.calls import CallScanner, scanner_for
 from flare_ray.frontend.parsers.events import (
+    CallArguments,
+    CallEnd,
+    CallStart,
     ChatEvent,
     ContentText,
     ReasoningText,
@@ -55,6 +63,9 @@ class ChatParser:
         inside_reasoning: the prompt already opened reasoning.
         data_answer: content is one document that may quote tags: calls are looked for only in front
             of it.
+        in_parts: calls come as `CallStart`, `CallArguments`, `CallEnd` instead of `ToolCall`.
+    Attributes:
+        num_calls: complete calls so far.
     """
 
     def __init__(
@@ -64,6 +75,7 @@ class ChatParser:
         tools: Mapping[str, Mapping[str, Any]] | None,
         inside_reasoning: bool,
         data_answer: bool = False,
+        in_parts: bool = False,
     ) -> None:
         self._chat = chat
         self._scan_calls = tools is not None and bool(chat.tool_open)
@@ -72,6 +84,9 @@ class ChatParser:
         self._scanner: CallScanner | None = None
         self._layout = ""
         self._before_calls = _State.CONTENT
+        self._in_parts = in_parts
+        self._told = 0
+        self._begun_calls = 0
         self.num_calls = 0
         self._data_answer = data_answer
         if inside_reasoning:
@@ -101,13 +116,13 @@ class ChatParser:
     def finish(self) -> list[ChatEvent]:
         """Events for what was held back; an unfinished call becomes text again."""
         events: list[ChatEvent] = []
-        text, self._buffer = self._buffer, ""
+        text = self._buffer
         if self._state is _State.CALL:
-            text = self._layout + self._chat.tool_open + text
-            self._state = self._before_calls
+            text = self._lost_call(events, len(text), last=True)
         elif self._state is _State.BLOCK:
             text = self._layout + text
             self._state = self._before_calls
+        self._buffer = ""
         self._emit(events, text)
         return events
 
@@ -185,21 +200,56 @@ class ChatParser:
         assert self._scanner is not None
         result = self._scanner.scan(self._buffer)
         if result is None:
+            self._take(events)
             return False
         if isinstance(result, ParsedCall):
-            call = ToolCall(self.num_calls, result.name, result.arguments)
-            append_event(events, call)
+            self._end_call(events, result)
             self.num_calls += 1
             self._before_calls = _State.CONTENT
             self._state = _State.BLOCK if self._chat.tool_block_open else _State.CONTENT
         else:
-            self._state = self._before_calls
-            lost = self._layout + self._chat.tool_open
-            self._emit(events, lost + self._buffer[: result.end])
+            self._emit(events, self._lost_call(events, result.end))
         self._layout = ""
         self._buffer = self._buffer[result.end :]
         self._scanner = None
         return True
+
+    def _take(self, events: list[ChatEvent], *, last: bool = False) -> None:
+        """Hand out what is certain of the present call's arguments."""
+        scanner = self._scanner
+        assert scanner is not None
+        if not self._in_parts or self._before_calls is not _State.CONTENT:
+            return
+        if scanner.name not in self._tools:
+            return
+        text = scanner.take(self._buffer, last=last)
+        if text and not self._told:
+            append_event(events, CallStart(self._begun_calls, scanner.name))
+        append_event(events, CallArguments(self._begun_calls, text))
+        self._told += len(text)
+
+    def _end_call(self, events: list[ChatEvent], call: ParsedCall) -> None:
+        """Hand out the rest of a complete call."""
+        index, told = self._begun_calls, self._told
+        self._begun_calls, self._told = index + 1, 0
+        if not self._in_parts:
+            append_event(events, ToolCall(index, call.name, call.arguments))
+            return
+        if not told:
+            append_event(events, CallStart(index, call.name))
+        append_event(events, CallArguments(index, call.arguments[told:]))
+        append_event(events, CallEnd(index, complete=True))
+
+    def _lost_call(self, events: list[ChatEvent], end: int, *, last: bool = False) -> str:
+        """What of the buffer before `end` is text after all: the call came to nothing."""
+        assert self._scanner is not None
+        self._take(events, last=last)
+        self._state = self._before_calls
+        if not self._told:
+            return self._layout + self._chat.tool_open + self._buffer[:end]
+        append_event(events, CallEnd(self._begun_calls, complete=False))
+        self._begun_calls, self._told = self._begun_calls + 1, 0
+        return self._buffer[self._scanner.told : end]
 
     def _watched(self) -> tuple[str, ...]:
         tags = (self._chat.reasoning_close,) if self._state is _State.REASONING else ()

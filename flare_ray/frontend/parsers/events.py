@@ -1,4 +1,4 @@
-"""What a parser hands out: pieces of reasoning, pieces of content, whole tool calls."""
+"""What a parser hands out: pieces of reasoning, pieces of content, calls whole or in parts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,40 @@ class ToolCall:
     arguments: str
 
 
-ChatEvent = ReasoningText | ContentText | ToolCall
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A call whose arguments follow in parts; `index` as in `ToolCall`."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of its arguments: the texts add up to what `ToolCall.arguments` would be."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """Nothing of it follows.
+
+    Attributes:
+        complete: False = it broke off: its arguments are no JSON, and it is no call to be made.
+    """
+
+    index: int
+    complete: bool
+
+
+ChatEvent = ReasoningText | ContentText | ToolCall | CallStart | CallArguments | CallEnd
 
 
 def append_event(events: list[ChatEvent], event: ChatEvent) -> None:
     """Append, joining neighbouring text of one kind; empty text is dropped."""
-    if isinstance(event, ToolCall):
+    if isinstance(event, ToolCall | CallStart | CallEnd):
         events.append(event)
         return
     if not event.text:
@@ -48,5 +76,7 @@ def append_event(events: list[ChatEvent], event: ChatEvent) -> None:
         events[-1] = ContentText(last.text + event.text)
     elif isinstance(event, ReasoningText) and isinstance(last, ReasoningText):
         events[-1] = ReasoningText(last.text + event.text)
+    elif isinstance(event, CallArguments) and isinstance(last, CallArguments):
+        events[-1] = CallArguments(event.index, last.text + event.text)
     else:
         events.append(event)

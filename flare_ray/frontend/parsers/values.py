@@ -27,9 +27,7 @@ def argument_json(raw: str, schema: Mapping[str, Any], key: str) -> str:
         schema: the function's parameter schema; empty = unknown.
         key: the argument's name.
     """
-    properties = schema.get("properties")
-    own = properties.get(key, {}) if isinstance(properties, Mapping) else {}
-    admitted = _admitted_types(own, schema, MAX_SCHEMA_DEPTH)
+    admitted = _types_of(schema, key)
     if admitted != {"string"}:
         text = raw.strip()
         value = strict_json(text)
@@ -38,6 +36,18 @@ def argument_json(raw: str, schema: Mapping[str, Any], key: str) -> str:
             # the quotes, an unknown schema cannot tell and takes the text as written.
             return text if not isinstance(value, str) else json.dumps(raw, ensure_ascii=False)
     return json.dumps(raw, ensure_ascii=False)
+
+
+def takes_only_strings(schema: Mapping[str, Any], key: str) -> bool:
+    """Whether an argument is a string whatever its text; arguments as in `argument_json`."""
+    return _types_of(schema, key) == {"string"}
+
+
+def _types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Types that the schema admits for an argument."""
+    properties = schema.get("properties")
+    own = properties.get(key, {}) if isinstance(properties, Mapping) else {}
+    return _admitted_types(own, schema, MAX_SCHEMA_DEPTH)
 
 
 INVALID_JSON = object()

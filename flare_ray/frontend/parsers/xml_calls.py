@@ -8,7 +8,7 @@ from typing import Any
 
 from flare_ray.frontend.parsers.stages import StagedScanner
 from flare_ray.frontend.parsers.text import could_begin
-from flare_ray.frontend.parsers.values import argument_json
+from flare_ray.frontend.parsers.values import argument_json, takes_only_strings
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME, Malformed, ParsedCall
 
 FUNCTION_OPEN, FUNCTION_CLOSE = "<function=", "</function>"
@@ -24,6 +24,8 @@ class XmlParametersScanner(StagedScanner):
     other types are JSON (`values.argument_json`). A key given twice makes the call malformed.
     """
 
+    _layout = "\n"
+
     def __init__(self, tool_close: str, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__(self._scan_function)
         self._close = tool_close
@@ -35,7 +37,7 @@ class XmlParametersScanner(StagedScanner):
             return end
         name = self._named(text, end, FUNCTION_NAME)
         if isinstance(name, str):
-            self._name = name
+            self.name = name
             self._stage = self._scan_next
             return None
         return name
@@ -55,7 +57,8 @@ class XmlParametersScanner(StagedScanner):
         if key in self._arguments:
             return Malformed(self._at)
         self._key = key
-        self._search = self._at
+        grows = takes_only_strings(self._tools.get(self.name, {}), key)
+        self._begin_value(self._at, PARAMETER_CLOSE, grows=grows)
         self._stage = self._scan_value
         return None
 
@@ -63,8 +66,7 @@ class XmlParametersScanner(StagedScanner):
         raw = self._value(text, PARAMETER_CLOSE)
         if raw is None:
             return
-        raw = raw.removeprefix("\n").removesuffix("\n")
-        self._arguments[self._key] = argument_json(raw, self._tools.get(self._name, {}), self._key)
+        self._end_value(raw, argument_json(raw, self._tools.get(self.name, {}), self._key))
         self._stage = self._scan_next
 
     def _scan_end(self, text: str) -> ParsedCall | Malformed | None:

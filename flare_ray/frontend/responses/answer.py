@@ -20,7 +20,14 @@ from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.frontend.client import EngineInfo, RequestStream
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.openai.responses import encode
-from flare_ray.frontend.parsers import ChatEvent, ContentText, ToolCall
+from flare_ray.frontend.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatEvent,
+    ContentText,
+    ToolCall,
+)
 from flare_ray.frontend.responses import records as r
 from flare_ray.frontend.responses.requests import ResponseBody
 from flare_ray.frontend.settings import ApiSettings
@@ -54,7 +61,13 @@ class ItemWriter:
         out: list[msgspec.Struct] = []
         for item in events:
             if isinstance(item, ToolCall):
-                out += self._call(item)
+                out += self._whole_call(item)
+            elif isinstance(item, CallStart):
+                out += self._start_call(item)
+            elif isinstance(item, CallArguments):
+                out.append(self._more_of_call(item))
+            elif isinstance(item, CallEnd):
+                out += self._end_call(item)
             elif isinstance(item, ContentText):
                 text = item.text
                 if self._open is not r.MessageItem:
@@ -108,28 +121,54 @@ class ItemWriter:
         delta = r.TextDelta if kind is r.MessageItem else r.ReasoningDelta
         return [*out, delta(sequence_number=self._next(), **self._where(), delta=text)]
 
-    def _call(self, call: ToolCall) -> list[msgspec.Struct]:
+    def _whole_call(self, call: ToolCall) -> list[msgspec.Struct]:
+        return [
+            *self._start_call(CallStart(call.index, call.name)),
+            self._more_of_call(CallArguments(call.index, call.arguments)),
+            *self._end_call(CallEnd(call.index, complete=True)),
+        ]
+
+    def _start_call(self, call: CallStart) -> list[msgspec.Struct]:
         out, self._layout = self.close(), ""
         index = len(self.items)
         item = r.CallItem(
             id=f"fc_{self._unique_id}_{index}",
             call_id=f"call_{self._unique_id}_{call.index}",
             name=call.name,
-            arguments=call.arguments,
-            status="completed",
+            arguments="",
+            status="in_progress",
         )
         self.items.append(item)
-        empty = msgspec.structs.replace(item, arguments="", status="in_progress")
+        self._pieces = []
+        return [*out, r.ItemAdded(sequence_number=self._next(), output_index=index, item=item)]
+
+    def _more_of_call(self, more: CallArguments) -> msgspec.Struct:
+        self._pieces.append(more.text)
+        index = len(self.items) - 1
+        return r.ArgumentsDelta(
+            sequence_number=self._next(),
+            item_id=self.items[index].id,
+            output_index=index,
+            delta=more.text,
+        )
+
+    def _end_call(self, end: CallEnd) -> list[msgspec.Struct]:
+        index, arguments = len(self.items) - 1, "".join(self._pieces)
+        begun = self.items[index]
+        assert isinstance(begun, r.CallItem)
+        status = "completed" if end.complete else "incomplete"
+        item = msgspec.structs.replace(begun, arguments=arguments, status=status)
+        self.items[index] = item
         where: dict[str, Any] = {"item_id": item.id, "output_index": index}
-        return [
-            *out,
-            r.ItemAdded(sequence_number=self._next(), output_index=index, item=empty),
-            r.ArgumentsDelta(sequence_number=self._next(), **where, delta=call.arguments),
-            r.ArgumentsDone(
-                sequence_number=self._next(), **where, name=call.name, arguments=call.arguments
-            ),
-            r.ItemDone(sequence_number=self._next(), output_index=index, item=item),
-        ]
+        out: list[msgspec.Struct] = []
+        if end.complete:
+            out.append(
+                r.ArgumentsDone(
+                    sequence_number=self._next(), **where, name=item.name, arguments=arguments
+                )
+            )
+        done = r.ItemDone(sequence_number=self._next(), output_index=index, item=item)
+        return [*out, done]
 
     def _item(self, text: str, status: str) -> r.MessageItem | r.ReasoningItem:
         if self._open is r.MessageItem:

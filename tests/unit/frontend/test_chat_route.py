@@ -132,11 +132,28 @@ def test_tool_call_is_delivered_with_decoded_arguments(make_api):
 
 def test_parallel_calls_have_their_own_index_and_stable_ids_in_streams(make_api):
     chunks = make_api(answer(f"</think>{CALL}{CALL}", step=4)).chunks(tools=[WEATHER])
-    calls = [c for k in chunks for c in k["choices"][0]["delta"].get("tool_calls", [])]
-    assert [call["index"] for call in calls] == [0, 1]
-    assert len({call["id"] for call in calls}) == 2
-    assert all(call["function"]["name"] == "weather" for call in calls)
+    parts = [c for k in chunks for c in k["choices"][0]["delta"].get("tool_calls", [])]
+    opened = [part for part in parts if "id" in part]
+    assert [call["index"] for call in opened] == [0, 1]
+    assert len({call["id"] for call in opened}) == 2
+    assert all(call["function"]["name"] == "weather" for call in opened)
+    for index in range(2):
+        texts = [p["function"]["arguments"] for p in parts if p["index"] == index]
+        assert len(texts) > 2
+        assert json.loads("".join(texts)) == {"city": "Rome", "days": 3}
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_streamed_call_that_breaks_off_is_no_call_to_be_made(make_api):
+    """Contract A3: its arguments end where they are, and what follows is content."""
+    broken = CALL.replace("</tool_call>", "no more") + " then"
+    chunks = make_api(answer(f"</think>{broken}", step=4)).chunks(tools=[WEATHER])
+    deltas = [k["choices"][0]["delta"] for k in chunks]
+    parts = [c for delta in deltas for c in delta.get("tool_calls", [])]
+    arguments = "".join(part["function"]["arguments"] for part in parts)
+    assert arguments == '{"city": "Rome", "days": 3'
+    assert "".join(delta.get("content", "") for delta in deltas) == "no more then"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_call_cut_off_by_the_budget_is_content_with_reason_length(make_api):

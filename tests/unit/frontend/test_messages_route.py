@@ -119,14 +119,23 @@ def test_stream_adds_up_to_the_whole_answer(make_api, text, step):
             delta, block = e["delta"], blocks[-1]
             if delta["type"] == "input_json_delta":
                 arguments += delta["partial_json"]
-                block["input"] = json.loads(arguments)
             else:
                 name = delta["type"].removesuffix("_delta")
                 block[name] += delta[name]
+        elif e["type"] == "content_block_stop" and blocks[-1]["type"] == "tool_use":
+            blocks[-1]["input"] = json.loads(arguments)
         elif e["type"] == "message_delta":
             assert e["usage"] == whole["usage"]
             assert e["delta"]["stop_reason"] == whole["stop_reason"]
     assert blocks == whole["content"]
+
+
+def test_streamed_call_that_breaks_off_is_no_use_of_a_tool(make_api):
+    text = "x</think>" + CALL.replace("</tool_call>", "no more")
+    found = named_events(message(make_api(answer(text, step=5)), stream=True, tools=[TOOL]))
+    starts = [e["content_block"]["type"] for e in found if e["type"] == "content_block_start"]
+    assert starts == ["tool_use", "text"]
+    assert found[-2]["delta"]["stop_reason"] == "end_turn"
 
 
 def test_layout_between_blocks_is_no_text_block(make_api):

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 from flare_ray.contracts.messages import Delta
 from flare_ray.frontend.openai.prepare import Prepared
-from flare_ray.frontend.parsers import ChatParser, ContentText, ReasoningText, ToolCall
+from flare_ray.frontend.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatParser,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+)
 from flare_ray.frontend.parsers.events import append_event
 from flare_ray.frontend.parsers.verdicts import FUNCTION_NAME
 from flare_ray.frontend.settings import ApiSettings
@@ -96,8 +104,8 @@ values = st.fixed_dictionaries(
 calls_of = st.lists(st.tuples(plain, values), max_size=4)
 
 
-def parse(chat, text, *, inside=True, cuts=(), tools=TOOLS):
-    parser = ChatParser(chat, tools=tools, inside_reasoning=inside)
+def parse(chat, text, *, inside=True, cuts=(), tools=TOOLS, in_parts=False):
+    parser = ChatParser(chat, tools=tools, inside_reasoning=inside, in_parts=in_parts)
     places = [0, *sorted(c for c in set(cuts) if 0 < c < len(text)), len(text)]
     events = []
     for start, end in itertools.pairwise(places):
@@ -105,8 +113,26 @@ def parse(chat, text, *, inside=True, cuts=(), tools=TOOLS):
             append_event(events, event)
     for event in parser.finish():
         append_event(events, event)
-    assert parser.num_calls == sum(isinstance(e, ToolCall) for e in events)
+    ended = (isinstance(e, ToolCall) or (isinstance(e, CallEnd) and e.complete) for e in events)
+    assert parser.num_calls == sum(ended)
     return events
+
+
+def assembled(events):
+    """Events in parts as whole ones, and the calls that broke off: (events, (name, arguments))."""
+    joined_events, broken, name, arguments = [], [], "", ""
+    for event in events:
+        if isinstance(event, CallStart):
+            name, arguments = event.name, ""
+        elif isinstance(event, CallArguments):
+            arguments += event.text
+        elif not isinstance(event, CallEnd):
+            joined_events.append(event)
+        elif event.complete:
+            joined_events.append(ToolCall(event.index, name, arguments))
+        else:
+            broken.append((name, arguments))
+    return joined_events, broken
 
 
 def render(chat, arguments, name="weather"):
@@ -183,8 +209,28 @@ def check_damage(name, data):
         assert joined(whole, ContentText) == damaged
 
 
+def check_parts(name, data):
+    """Calls in parts: equal to whole ones, unless one broke off, which nobody can take for one."""
+    chat = STYLES[name]
+    text, inside = data.draw(texts), data.draw(st.booleans())
+    if data.draw(st.booleans()):
+        written = data.draw(calls_of)
+        text = "".join(render(chat, arguments) + after for after, arguments in written) + text
+    parts = parse(chat, text, inside=inside, in_parts=True)
+    cuts = data.draw(cuts_of)
+    assert parse(chat, text, inside=inside, cuts=cuts, in_parts=True) == parts
+    assert parse(chat, text, inside=inside, cuts=range(len(text)), in_parts=True) == parts
+    events, broken = assembled(parts)
+    if not broken:
+        assert events == parse(chat, text, inside=inside)
+    for tool, arguments in broken:
+        assert tool in TOOLS
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(arguments)
+
+
 CHECKS = [(check_pieces, name) for name in CHATS]
-CHECKS += [(check, name) for check in (check_calls, check_damage) for name in STYLES]
+CHECKS += [(check, name) for check in (check_calls, check_damage, check_parts) for name in STYLES]
 NAMES = [f"{check.__name__.removeprefix('check_')}-{name}" for check, name in CHECKS]
 
 

@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_ray.frontend.parsers import ChatParser, ContentText, ReasoningText, ToolCall
+from flare_ray.frontend.parsers import (
+    CallArguments,
+    CallEnd,
+    CallStart,
+    ChatParser,
+    ContentText,
+    ReasoningText,
+    ToolCall,
+)
 from flare_ray.frontend.parsers.events import append_event
 from flare_ray.recipes.declaration import ChatFormat
 from tests.support.chat_checkpoint import CHAT
@@ -51,6 +59,13 @@ PIECES = (
     '"',
     "text",
 )
+
+
+def in_parts(text, pieces, *, chat=CHAT):
+    """Events of a call that arrives piece by piece behind `text`, a list per piece."""
+    parser = ChatParser(chat, tools=TOOLS, inside_reasoning=False, in_parts=True)
+    parser.feed(text)
+    return [parser.feed(piece) for piece in pieces]
 
 
 def parse(text, *, chat=CHAT, tools=TOOLS, inside=True, cuts=()):
@@ -270,3 +285,49 @@ def test_scanning_a_long_value_is_linear():
         assert not parser.feed("abcd")
     (event,) = parser.feed("</arg_value></tool_call>")
     assert json.loads(event.arguments) == {"city": "abcd" * 50_000}
+
+
+def test_a_string_argument_is_handed_out_as_it_grows():
+    pieces = ["Pa", 'ris "', " </arg", "_value>", "</tool_call>"]
+    found = in_parts("<tool_call>weather<arg_key>city</arg_key><arg_value>", pieces)
+    assert found == [
+        [CallStart(0, "weather"), CallArguments(0, '{"city": "Pa')],
+        [CallArguments(0, 'ris \\"')],
+        [CallArguments(0, " ")],
+        [CallArguments(0, '"')],
+        [CallArguments(0, "}"), CallEnd(0, complete=True)],
+    ]
+
+
+def test_an_argument_that_is_no_string_comes_when_it_is_complete():
+    opening = "<tool_call>weather<arg_key>days</arg_key><arg_value>"
+    found = in_parts(opening, ["1", "2</arg_value>"])
+    assert found == [[], [CallStart(0, "weather"), CallArguments(0, '{"days": 12')]]
+
+
+@pytest.mark.parametrize("name", ["unknown", "now"])
+def test_a_call_of_which_nothing_is_certain_comes_as_a_whole(name):
+    found = in_parts(f"<tool_call>{name}", ["<arg_key>a</arg_key><arg_value>x", "</arg_value>"])
+    parser = ChatParser(CHAT, tools=TOOLS, inside_reasoning=False, in_parts=True)
+    whole = parser.feed(f"<tool_call>{name}{pair('a', 'x')}</tool_call>")
+    assert found[0] == []
+    assert whole == [CallStart(0, name), CallArguments(0, '{"a": "x"}'), CallEnd(0, complete=True)]
+
+
+def test_a_call_quoted_in_reasoning_is_never_handed_out_in_parts():
+    text = "hm <tool_call>weather<arg_key>city</arg_key><arg_value>x</arg_value> and so on"
+    parser = ChatParser(CHAT, tools=TOOLS, inside_reasoning=True, in_parts=True)
+    events = parser.feed(text)
+    for event in parser.finish():
+        append_event(events, event)
+    assert events == [ReasoningText(text)]
+
+
+def test_a_call_cut_off_inside_a_string_keeps_what_was_written():
+    parser = ChatParser(CHAT, tools=TOOLS, inside_reasoning=False, in_parts=True)
+    events = parser.feed("<tool_call>weather<arg_key>city</arg_key><arg_value>Rome </arg")
+    for event in parser.finish():
+        append_event(events, event)
+    arguments = CallArguments(0, '{"city": "Rome </arg')
+    assert events == [CallStart(0, "weather"), arguments, CallEnd(0, complete=False)]
+    assert parser.num_calls == 0

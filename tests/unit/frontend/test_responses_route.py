@@ -103,6 +103,15 @@ def test_stream_is_ordered_and_ends_with_the_whole_answer(make_api, text, step):
     assert items == whole["output"]
 
 
+def test_streamed_call_that_breaks_off_is_incomplete(make_api):
+    api = make_api(answer("x</think>" + CALL.replace("</tool_call>", "no more"), step=5))
+    last = events(respond(api, stream=True, tools=[TOOL]))[-1]["response"]
+    call, message = last["output"][-2:]
+    assert (call["type"], call["status"]) == ("function_call", "incomplete")
+    assert call["arguments"] == '{"city": "Rome"'
+    assert message["content"][0]["text"] == "no more"
+
+
 def test_calls_have_ids_of_their_own(make_api):
     body = respond(make_api(answer(f"a</think>\n{CALL}\n{CALL}")), tools=[TOOL]).json()
     calls = [item for item in body["output"] if item["type"] == "function_call"]
