@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.contracts.manifest import ByteBudget
-from flare_ray.device.prepare import HEADROOM_RATIO, make_plan, resolve
+from flare_ray.device.capacity import HEADROOM_RATIO
+from flare_ray.device.prepare import make_plan, resolve
 from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.recipes.declaration import TensorSpec

@@ -12,7 +12,7 @@ from flare_ray.actors.rank_loop import RankExecutor
 from flare_ray.actors.thread_channel import RankThreads, ThreadChannel
 from flare_ray.actors.vocabulary import engine_token_bytes
 from flare_ray.config import EngineConfig
-from flare_ray.contracts.manifest import manifest_digest
+from flare_ray.contracts.manifest import agreed_manifest, manifest_digest
 from flare_ray.device.parallel.groups import SingleGroup, local_groups
 from flare_ray.errors import ConfigError, RankFailure
 
@@ -74,6 +74,7 @@ def assemble(config: EngineConfig, threads: RankThreads, *, health_timeout_s: fl
                 raise RankFailure(
                     f"rank {rank} prepared another engine than rank 0", rank=rank, round_id=-1
                 )
+        manifest = agreed_manifest([executor.manifest for executor in threads.executors])
         grammars, no_grammars = start_service(config, manifest)
         parts = EngineParts(
             manifest=manifest,

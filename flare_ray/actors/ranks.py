@@ -33,7 +33,7 @@ from flare_ray.actors.rank import (
     RankStart,
 )
 from flare_ray.config import DeploymentConfig
-from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.manifest import PreparedManifest, agreed_manifest
 from flare_ray.errors import CapacityError, ConfigError, RankFailure
 
 logger = logging.getLogger("ray.serve.flare")
@@ -224,7 +224,7 @@ def _agreed_manifest(ready: list[RankReady]) -> PreparedManifest:
                 rank=-1,
                 round_id=-1,
             )
-    return ready[0].manifest
+    return agreed_manifest([answer.manifest for answer in ready])
 
 
 def _free_port() -> int:

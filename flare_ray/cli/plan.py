@@ -39,7 +39,7 @@ def available_bytes(manifest: PreparedManifest, given_gib: float | None) -> int:
         return int(given_gib * GIB)
     import torch
 
-    from flare_ray.device.prepare import free_bytes
+    from flare_ray.device.capacity import free_bytes
 
     if manifest.device == "cuda" and not torch.cuda.is_available():
         return 0
@@ -56,7 +56,7 @@ def fit_text(manifest: PreparedManifest, available: int) -> str:
     """
     if not available:
         return "fit not checked: no CUDA device here; give --memory-gib"
-    from flare_ray.device.prepare import check_capacity
+    from flare_ray.device.capacity import check_capacity
 
     check_capacity(manifest, available)
     return f"fits: {rank_bytes(manifest) / GIB:.3f} of {available / GIB:.3f} GiB per rank"
@@ -106,7 +106,8 @@ def _programs_text(manifest: PreparedManifest) -> str:
     groups: dict[tuple[GraphKind, bool], list[GraphShape]] = defaultdict(list)
     for shape in manifest.shapes:
         groups[shape.kind, shape.speculation].append(shape)
-    lines = [f"programs: {len(manifest.shapes)}"]
+    recorded = f", captured as {manifest.graphs} graphs" if manifest.captured else ""
+    lines = [f"programs: {len(manifest.shapes)}{recorded}"]
     for (kind, speculation), shapes in groups.items():
         family = "absorbs drafter history" if speculation else "ordinary"
         lines.append(f"  {kind.value}, {family}: {len(shapes)}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -38,7 +39,7 @@ class ByteBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prepared engine. Equal on all ranks except nothing: it holds no rank-dependent value.
+    """One prepared engine. Equal on all ranks but for `prices`.
 
     Attributes:
         num_pages: pages in the pool, the null page 0 included.
@@ -55,6 +56,10 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
             last one.
         processed_logprobs: reported log-probabilities are those of the distribution drawn from.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
+        captured: programs are CUDA graphs; False = their functions are called (contract: G6).
+        graphs: graphs that are captured for `shapes`: variants and parts counted apart.
+        prices: nanoseconds of rounds by shape, measured at preparation; empty where it was not, and
+            no part of the digest.
     """
 
     version: int = MANIFEST_VERSION
@@ -83,6 +88,9 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_bytes: int = 0
     state_layout: str = ""
     processed_logprobs: bool = False
+    captured: bool = False
+    graphs: int = 0
+    prices: tuple[tuple[GraphShape, int], ...] = ()
 
 
 def manifest_json(manifest: PreparedManifest) -> bytes:
@@ -91,5 +99,15 @@ def manifest_json(manifest: PreparedManifest) -> bytes:
 
 
 def manifest_digest(manifest: PreparedManifest) -> str:
-    """SHA-256 of the canonical JSON; ranks compare it before they serve."""
-    return hashlib.sha256(manifest_json(manifest)).hexdigest()
+    """SHA-256 of the canonical JSON without prices; ranks compare it before they serve."""
+    unpriced = msgspec.structs.replace(manifest, prices=())
+    return hashlib.sha256(manifest_json(unpriced)).hexdigest()
+
+
+def agreed_manifest(manifests: Sequence[PreparedManifest]) -> PreparedManifest:
+    """The manifest of ranks whose digests are equal: a round costs what its slowest rank takes."""
+    slowest: dict[GraphShape, int] = {}
+    for manifest in manifests:
+        for shape, cost in manifest.prices:
+            slowest[shape] = max(cost, slowest.get(shape, 0))
+    return msgspec.structs.replace(manifests[0], prices=tuple(slowest.items()))

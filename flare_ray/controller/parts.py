@@ -61,11 +61,14 @@ def admission_limits(
     )
 
 
-def verification_policy(config: EngineConfig, max_width: int) -> VerificationPolicy:
+def verification_policy(
+    manifest: PreparedManifest, config: EngineConfig, max_width: int
+) -> VerificationPolicy:
     """How widths are chosen, and where decisions are logged."""
     settings = config.speculation
     width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
-    opened = Opened(fixed_width=width, objective=settings.objective)
+    measured = () if width else manifest.prices
+    opened = Opened(fixed_width=width, objective=settings.objective, measured=measured)
     policy = policy_of(opened)
     if settings.decision_log is None:
         return policy

@@ -2,8 +2,8 @@
 
 The order of one call: check the plan against catalog and slots, apply saves, hand-overs, restores
 and grants, copy the plan into static inputs, replay, apply captures, transfer the record, take its
-checksum. A plan that is refused
-has changed nothing.
+checksum. A plan that is refused has changed nothing. On a device all of this is enqueued on one
+stream; the host waits for the record alone, and at a barrier for the drafts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
@@ -19,12 +20,15 @@ from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.record import Field, RoundReply
 from flare_ray.contracts.tiers import TierOrder, TierReport
+from flare_ray.device.graphs.captured import CapturedBackend
+from flare_ray.device.graphs.catalog import scratch_sizes
 from flare_ray.device.graphs.eager import EagerBackend
-from flare_ray.device.graphs.program import Program
+from flare_ray.device.graphs.program import Backend, Program
+from flare_ray.device.graphs.recording import CudaRecorder, Recorder
 from flare_ray.device.sampling.masks import mask_words
 from flare_ray.device.sampling.scores import FIRST_ID, FIRST_LOGPROB
 from flare_ray.device.speculation.inputs import FilterBounds, LaneBounds
-from flare_ray.device.speculation.record import Frames, stamp_checksums
+from flare_ray.device.speculation.record import Frame, Frames, stamp_checksums
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.debug import ledger_problems, poison
 from flare_ray.device.state.layout import StateLimits
@@ -71,8 +75,11 @@ class RankExecutor:
         parts: the recipe's spec, target and drafter for this rank.
         rank: rank of the TP group; only rank 0 returns rows.
         publication: keep publication rows (contract: M4).
+        recorder: how a captured backend records; None = as CUDA graphs.
+        debug_checks: a program that allocates after preparation is a fault; captured backend only.
     Attributes:
-        manifest: as given.
+        manifest: as given; priced by `price`.
+        backend: its programs.
         store: all persistent state.
         staging: moves snapshots between the device, host memory and disk; None = no host tier.
     Raises:
@@ -87,6 +94,8 @@ class RankExecutor:
         *,
         rank: int = 0,
         publication: bool = False,
+        recorder: Recorder | None = None,
+        debug_checks: bool = False,
     ) -> None:
         if manifest.speculation and parts.drafter is None:
             raise ContractViolation("the manifest prepares speculation, no drafter was built")
@@ -96,9 +105,20 @@ class RankExecutor:
             limits = state_limits(manifest, publication=publication)
             self.store = StateStore(parts.spec, limits)
             drafter = parts.drafter if manifest.speculation else None
-            self.backend = EagerBackend(Model(parts.target, drafter, self.store), manifest)
-            capacity = max(shape.batch_capacity for shape in manifest.shapes)
-            self._frames = Frames(capacity, manifest.device)
+            model = Model(parts.target, drafter, self.store)
+            self.backend: Backend
+            if manifest.captured:
+                recorder = recorder or CudaRecorder()
+                self.backend = CapturedBackend(model, manifest, recorder, watches=debug_checks)
+            else:
+                self.backend = EagerBackend(model, manifest)
+            sizes = scratch_sizes(manifest.shapes, manifest.vocab_size)
+            self._frames = Frames(
+                max(shape.batch_capacity for shape in manifest.shapes),
+                manifest.device,
+                score_words=sizes.scores,
+                prompt_words=sizes.prompt_scores,
+            )
         self._ledger = SlotLedger(manifest, limits.table_columns)
         self.staging: Staging | None = None
         if manifest.host_cache_bytes:
@@ -108,9 +128,17 @@ class RankExecutor:
         self._words = mask_words(manifest.vocab_size)
 
     def warm(self) -> None:
-        """Run every prepared program once on padded lanes (contract: G4)."""
+        """Run every prepared program once on padded lanes, and capture it where the manifest says
+        so (contract: G4)."""
         with torch.inference_mode():
             self.backend.warm()
+
+    def price(self) -> None:
+        """Time rounds once more on padded lanes, for the policy: into the manifest; after
+        `warm`."""
+        with torch.inference_mode():
+            prices = self.backend.prices()
+        self.manifest = msgspec.structs.replace(self.manifest, prices=prices)
 
     def execute(
         self, plan: RoundPlan, masks: np.ndarray | None = None, barrier: Barrier | None = None
@@ -139,13 +167,13 @@ class RankExecutor:
             program.replay()
             for capture in plan.captures:
                 self.store.save(capture)
-            lanes = len(plan.lanes) or len(plan.prefill)
-            frame, rows = self._frames.transfer(program.record[:lanes])
+            frame = self._send(plan, program)
+            rows = self._frames.receive(frame)
             elapsed = time.perf_counter_ns() - started - waited
             checksum = stamp_checksums(rows)
             values = rows.tolist()
-            scores = self._scores(plan, program, values)
-            prompt_scores = self._prompt_scores(plan, program)
+            scores = self._scores(plan, frame, values)
+            prompt_scores = self._prompt_scores(plan, frame)
             self._frames.release(frame)
         self._ledger.complete(plan, values)
         if plan.freed is not None:
@@ -244,25 +272,37 @@ class RankExecutor:
                 f"for a vocabulary of {self.manifest.vocab_size}"
             )
 
-    def _scores(
-        self, plan: RoundPlan, program: Program, rows: list[list[int]]
-    ) -> tuple[bytes, ...]:
-        """Packed scores of the lanes that asked for them, on rank 0."""
+    def _send(self, plan: RoundPlan, program: Program) -> Frame:
+        """Begin the way of a program's outputs to the host; scores only where rank 0 answers
+        some."""
         lanes = lanes_of(plan)
-        asked = [self._ledger.view(lane.slot).top_logprobs for lane in lanes]
-        if self._rank or max(asked) < 0:
-            return ()
-        words = program.scores[: len(lanes)].cpu().numpy().astype("<i4", copy=False)
-        return tuple(
-            self._packed(words[lane, : row[Field.EMITTED]], top)
-            for lane, (top, row) in enumerate(zip(asked, rows, strict=True))
+        scored = not self._rank and max(self._asked(plan)) >= 0
+        prompt = not self._rank and program.prompt_scores.shape[1] > 0
+        return self._frames.send(
+            program.record[: len(lanes)],
+            program.scores[: len(lanes)] if scored else None,
+            program.prompt_scores if prompt else None,
         )
 
-    def _prompt_scores(self, plan: RoundPlan, program: Program) -> tuple[bytes, ...]:
-        """Packed scores of the prompt tokens behind a scored chunk's rows, on rank 0."""
-        if self._rank or not program.prompt_scores.shape[1]:
+    def _asked(self, plan: RoundPlan) -> list[int]:
+        """Alternatives that each lane's request asked to be scored, -1 = none and no token."""
+        return [self._ledger.view(lane.slot).top_logprobs for lane in lanes_of(plan)]
+
+    def _scores(self, plan: RoundPlan, frame: Frame, rows: list[list[int]]) -> tuple[bytes, ...]:
+        """Packed scores of the lanes that asked for them, on rank 0."""
+        if frame.scores is None:
             return ()
-        words = program.prompt_scores.cpu().numpy().astype("<i4", copy=False)
+        words = frame.scores.astype("<i4", copy=False)
+        return tuple(
+            self._packed(words[lane, : row[Field.EMITTED]], top)
+            for lane, (top, row) in enumerate(zip(self._asked(plan), rows, strict=True))
+        )
+
+    def _prompt_scores(self, plan: RoundPlan, frame: Frame) -> tuple[bytes, ...]:
+        """Packed scores of the prompt tokens behind a scored chunk's rows, on rank 0."""
+        if frame.prompt_scores is None:
+            return ()
+        words = frame.prompt_scores.astype("<i4", copy=False)
         return tuple(
             self._packed(
                 words[index, : len(lane.tokens) - (lane.next_token < 0)],

@@ -17,15 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingDefaults
 from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.device.capacity import check_capacity, free_bytes, sum_text
 from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
+from flare_ray.device.graphs.pool import PoolSizes, pool_bytes
+from flare_ray.device.graphs.variants import count_graphs
 from flare_ray.device.state.layout import (
     DTYPE_BYTES,
     StateLimits,
@@ -53,9 +55,6 @@ from flare_ray.recipes.declaration import (
 from flare_ray.recipes.registry import find_recipe
 
 logger = logging.getLogger(__name__)
-GIB = 1 << 30
-HEADROOM_RATIO = 0.05
-"""Share of the free memory left for operators' intermediates; guess, revised by measurement."""
 SNAPSHOTS_PER_SLOT = 8
 """Prefix snapshots unless the settings give bytes; a guess, a request keeps two or three."""
 GENERATION_FILE = "generation_config.json"
@@ -99,18 +98,36 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
             f"tensor_parallel_size is {config.tensor_parallel_size}, the group has {comm.size} "
             "ranks; start as many ranks as configured"
         )
-    if config.device == "cuda" and not config.eager:
-        raise ConfigError(
-            "device: cuda needs captured graphs, which this release does not build yet; set eager: "
-            "true to run the same programs uncaptured, or device: cpu"
-        )
+    _refuse_captured(config)
     plan = make_plan(config)
     if config.device == "cpu":
         torch.set_num_threads(config.threads_per_rank)
-    with torch.inference_mode():
-        executor = RankExecutor(plan.manifest, _build(plan, config, comm), rank=comm.rank)
-    executor.warm()
+    try:
+        with torch.inference_mode():
+            executor = RankExecutor(
+                plan.manifest,
+                _build(plan, config, comm),
+                rank=comm.rank,
+                debug_checks=config.debug_checks,
+            )
+        executor.warm()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the device's memory ended while the engine was prepared: {error}; "
+            f"{sum_text(plan.manifest)}"
+        ) from error
+    if config.speculation.policy == "adaptive":
+        executor.price()
     return executor
+
+
+def _refuse_captured(config: EngineConfig) -> None:
+    """Nothing has proven captured programs on a device yet."""
+    if config.device == "cuda" and not config.eager:
+        raise ConfigError(
+            "device: cuda needs captured graphs, which this release does not serve yet; set eager: "
+            "true to run the same programs uncaptured, or device: cpu"
+        )
 
 
 def check_checkpoint(config: EngineConfig) -> None:
@@ -135,20 +152,14 @@ def check_checkpoint(config: EngineConfig) -> None:
 def make_plan(config: EngineConfig) -> EnginePlan:
     """`plan_engine` with the parts it was made from."""
     folder = Path(config.checkpoint)
-    config_json = _read_object(folder / "config.json", required=True)
-    recipe = find_recipe(config_json, name=config.recipe)
-    _check_device(config, recipe)
-    geometry = resolve(recipe.geometry)(config_json)
-    if config.context_tokens > geometry.max_context_tokens:
-        raise ConfigError(
-            f"context_tokens is {config.context_tokens}, the model holds "
-            f"{geometry.max_context_tokens}; lower context_tokens"
-        )
+    recipe, geometry = _model_of(config)
     options = _catalog_options(config, recipe, geometry.num_drafter_layers)
     shapes = catalog_shapes(options)
+    captured = config.device == "cuda" and not config.eager
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
     limits, row_bytes = _state_limits(config, spec, options, vocab_size=geometry.vocab_size)
     page_bytes, rest_bytes = state_bytes(spec, limits)
+    sizes = PoolSizes(geometry.vocab_size, spec.sampling_width, limits.table_columns)
     generation = _read_object(folder / GENERATION_FILE, required=False)
     manifest = PreparedManifest(
         recipe=recipe.name,
@@ -178,7 +189,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
             ),
             page_bytes=page_bytes,
             state_bytes=rest_bytes,
-            graph_pool_bytes=0,
+            graph_pool_bytes=pool_bytes(shapes, sizes) if captured else 0,
             scratch_bytes=scratch_sizes(shapes, geometry.vocab_size).num_bytes,
         ),
         threads=config.threads_per_rank if config.device == "cpu" else 0,
@@ -188,58 +199,24 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         state_layout=layout_digest(spec, limits),
         # what a row group held before a round's last row is gone
         snapshots_inside_rounds=all(group.kind != "row" for group in spec.groups),
+        captured=captured,
+        graphs=count_graphs(shapes) if captured else 0,
     )
     return EnginePlan(manifest, recipe, geometry, _families(config))
 
 
-def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
-    """Refuse what does not fit, with the whole sum (contract: M6).
-
-    Args:
-        rank_bytes: memory that one rank may use.
-    Raises:
-        CapacityError: the sum, what is there, and the settings that change each part.
-    """
-    budget, on_cuda = manifest.budget, manifest.device == "cuda"
-    if on_cuda:
-        _check_host_tier(manifest)
-    parts = (
-        ("weights", budget.weights_bytes, "tensor_parallel_size"),
-        ("pages", budget.page_bytes, "page_pool_tokens, concurrency or context_tokens"),
-        ("state", budget.state_bytes, "concurrency or prefix_cache.device_bytes"),
-        ("graph pool", budget.graph_pool_bytes, "concurrency or speculation.widths"),
-        ("scratch", budget.scratch_bytes, "concurrency, prefill_tokens or speculation.widths"),
-        ("host tier", 0 if on_cuda else manifest.host_cache_bytes, "prefix_cache.host_bytes"),
-    )
-    needed = sum(size for _, size, _ in parts)
-    usable = int(rank_bytes * (1 - HEADROOM_RATIO))
-    if needed <= usable:
-        return
-    summed = " + ".join(f"{name} {size / GIB:.3f}" for name, size, _ in parts)
-    largest = max(parts, key=lambda part: part[1])
-    raise CapacityError(
-        f"one rank needs {needed / GIB:.3f} GiB ({summed}), {usable / GIB:.3f} GiB are usable "
-        f"({rank_bytes / GIB:.3f} free less {HEADROOM_RATIO:.0%} headroom); {largest[0]} weigh "
-        f"most: change {largest[2]}"
-    )
-
-
-def _check_host_tier(manifest: PreparedManifest) -> None:
-    """Page-locked memory can never be swapped out: what is not free now will not become so."""
-    usable = int(free_bytes("cpu", manifest.world_size) * (1 - HEADROOM_RATIO))
-    if manifest.host_cache_bytes > usable:
-        raise CapacityError(
-            f"prefix_cache.host_bytes is {manifest.host_cache_bytes / GIB:.3f} GiB per rank, "
-            f"{usable / GIB:.3f} GiB of host memory are usable per rank; lower it"
+def _model_of(config: EngineConfig) -> tuple[Recipe, Any]:
+    """The checkpoint's recipe and geometry, held against the settings that concern them."""
+    config_json = _read_object(Path(config.checkpoint) / "config.json", required=True)
+    recipe = find_recipe(config_json, name=config.recipe)
+    _check_device(config, recipe)
+    geometry = resolve(recipe.geometry)(config_json)
+    if config.context_tokens > geometry.max_context_tokens:
+        raise ConfigError(
+            f"context_tokens is {config.context_tokens}, the model holds "
+            f"{geometry.max_context_tokens}; lower context_tokens"
         )
-
-
-def free_bytes(device: str, world_size: int) -> int:
-    """Memory one rank may take now: its device's on CUDA, an equal share of the host's on CPU."""
-    if device == "cuda":
-        free, _total = torch.cuda.mem_get_info()
-        return int(free)
-    return int(psutil.virtual_memory().available) // world_size
+    return recipe, geometry
 
 
 def _check_device(config: EngineConfig, recipe: Recipe) -> None:

@@ -57,8 +57,7 @@ def test_drafter_continues_after_the_copied_token():
     sampling = Sampling(temperature=1.0, top_k=0, seed=3)
     (request,) = driver.prefill([driver.open(PROMPT, 0, budget=BUDGET, sampling=sampling)])
     seen = []
-    drafter = driver.ranks[0].backend.program(driver.shape("speculative", 1, 4, True))
-    model = drafter._model.drafter
+    model = driver.ranks[0].backend.model.drafter
     original = model._row
 
     def spy(previous, token, broken):

@@ -25,7 +25,7 @@ def test_round_that_drafts_deeper_than_it_verifies_offers_the_verified_prefix(wi
         verify_width=width,
     )
     manifest = msgspec.structs.replace(usual.manifest, shapes=(*usual.manifest.shapes, deep))
-    model = usual.backend.program(usual.manifest.shapes[0])._model
+    model = usual.backend.model
     rank = RankExecutor(manifest, ModelParts(state(SCRIPT, 1), model.target, model.drafter))
     driver = Driver(rank)
     (request,) = driver.prefill([driver.open(LONG, 0, budget=90, sampling=SAMPLINGS[0])])

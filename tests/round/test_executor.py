@@ -21,14 +21,14 @@ two-core machine, so that only a change of kind fails it."""
 def test_frames_alternate_and_are_owned_until_released():
     frames = Frames(2, "cpu")
     record = torch.arange(2 * RECORD_FIELDS).view(2, -1)
-    first, rows = frames.transfer(record)
-    second, _ = frames.transfer(record + 1)
-    assert {first, second} == {0, 1}
-    assert rows[0, 1] == 1  # the second transfer left the first frame alone
+    first = frames.send(record)
+    second = frames.send(record + 1)
+    assert {first.index, second.index} == {0, 1}
+    assert frames.receive(first)[0, 1] == 1  # the second transfer left the first frame alone
     with pytest.raises(ContractViolation, match="third round"):
-        frames.transfer(record)
+        frames.send(record)
     frames.release(first)
-    assert frames.transfer(record)[0] == first
+    assert frames.send(record).index == first.index
 
 
 def test_reply_holds_one_row_per_planned_lane_in_plan_order():

@@ -9,11 +9,13 @@ import msgspec
 import pytest
 
 from flare_ray.config import EngineConfig
-from flare_ray.contracts.manifest import manifest_digest
+from flare_ray.contracts.manifest import agreed_manifest, manifest_digest, manifest_json
 from flare_ray.contracts.shapes import GraphKind, batch_capacities
+from flare_ray.device.capacity import check_capacity
 from flare_ray.device.executor import ModelParts, RankExecutor
+from flare_ray.device.graphs.variants import count_graphs
 from flare_ray.device.parallel.groups import SingleGroup, run_ranks
-from flare_ray.device.prepare import check_capacity, plan_engine, prepare_rank
+from flare_ray.device.prepare import plan_engine, prepare_rank
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError, ContractViolation
 from tests.round.test_acceptance import plain_text
 from tests.support.scripted import recipe
@@ -94,7 +96,7 @@ def test_planned_bytes_are_those_allocated(checkpoint, families):
             arena.prompt_scores,
         )
     )
-    frames = sum(frame.nbytes for frame in rank._frames._frames)
+    frames = rank._frames.num_bytes
     assert allocated + frames == budget.scratch_bytes
 
 
@@ -277,8 +279,42 @@ def test_shape_that_no_backend_builds_is_refused_by_name(checkpoint, fields, mes
     first = rounds(rank.manifest)[0]
     shapes = (msgspec.structs.replace(first, **fields),)
     manifest = msgspec.structs.replace(rank.manifest, shapes=shapes)
-    program = rank.backend.program(first)
-    model = program._model
+    model = rank.backend.model
     parts = ModelParts(state(SCRIPT, 1), model.target, model.drafter)
     with pytest.raises(ContractViolation, match=message):
         RankExecutor(manifest, parts)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "fixed"])
+def test_rounds_are_priced_where_a_policy_reads_it(checkpoint, policy):
+    config = config_of(checkpoint, speculation={"policy": policy})
+    rank = prepare_rank(config, SingleGroup())
+    assert bool(rank.manifest.prices) == (policy == "adaptive")
+
+
+def test_digest_of_a_manifest_leaves_its_prices_out(checkpoint):
+    manifest = plan_engine(config_of(checkpoint))
+    first, second = (
+        msgspec.structs.replace(manifest, prices=((manifest.shapes[0], cost),)) for cost in (5, 9)
+    )
+    assert manifest_digest(first) == manifest_digest(second) == manifest_digest(manifest)
+    assert manifest_json(first) != manifest_json(manifest)
+    assert agreed_manifest([first, second]).prices == ((manifest.shapes[0], 9),)
+
+
+def test_captured_programs_are_planned_with_their_graphs_and_pool(checkpoint):
+    fields = {"device": "cuda", "dtype": "bfloat16"}
+    captured = plan_engine(config_of(checkpoint, **fields))
+    eager = plan_engine(config_of(checkpoint, eager=True, **fields))
+    assert captured.captured
+    assert captured.graphs == count_graphs(captured.shapes)
+    assert captured.budget.graph_pool_bytes > 0
+    assert not eager.captured
+    assert (eager.graphs, eager.budget.graph_pool_bytes) == (0, 0)
+    assert captured.shapes == eager.shapes
+
+
+def test_start_that_does_not_fit_tells_the_sum_and_the_setting(checkpoint):
+    manifest = plan_engine(config_of(checkpoint, device="cuda", dtype="bfloat16"))
+    with pytest.raises(CapacityError, match=r"graph pool 0\.\d+ .*change .*"):
+        check_capacity(manifest, 1 << 20)

@@ -25,6 +25,7 @@ from flare_ray.device.sampling.masks import mask_words
 from flare_ray.device.sampling.scores import SCORE_WORDS
 from flare_ray.device.speculation.inputs import ChunkField, LaneField
 from flare_ray.device.speculation.record import NUM_FRAMES
+from flare_ray.errors import ContractViolation
 
 BUILT_KINDS = (
     GraphKind.PREFILL,
@@ -102,15 +103,27 @@ def shape_problem(shape: GraphShape) -> str:
     return ""
 
 
+def refuse_unbuilt(shapes: Iterable[GraphShape]) -> None:
+    """Refuse a catalog that no backend can build.
+
+    Raises:
+        ContractViolation: it holds shapes that this release does not prepare.
+    """
+    problems = [f"{shape}: {text}" for shape in shapes if (text := shape_problem(shape))]
+    if problems:
+        raise ContractViolation("the catalog holds shapes not built: " + "; ".join(problems))
+
+
 @dataclass(frozen=True, slots=True)
 class ScratchSizes:
     """Elements of each arena: what one program leaves there is dead when the next one starts.
+    Outputs (record, scores, prompt_scores) lie in each completion frame besides.
 
     Attributes:
         lanes: int64 lane inputs and prompt chunks.
         masks: int32 mask words.
         q: float32 proposal probabilities.
-        record: int64 record fields, on the device and in each frame.
+        record: int64 record fields.
         positions: int64 constants 0, 1, 2, ...
         scores: int32 words of log-probabilities.
         prompt_scores: likewise of a scored prefill's rows.
@@ -127,9 +140,9 @@ class ScratchSizes:
     @property
     def num_bytes(self) -> int:
         """Exact bytes, frames included."""
-        return 8 * (self.lanes + self.record * (1 + NUM_FRAMES) + self.positions) + 4 * (
-            self.masks + self.q + self.scores + self.prompt_scores
-        )
+        sent = 8 * self.record + 4 * (self.scores + self.prompt_scores)
+        kept = 8 * (self.lanes + self.positions) + 4 * (self.masks + self.q)
+        return kept + sent * (1 + NUM_FRAMES)
 
 
 def scratch_sizes(shapes: Iterable[GraphShape], vocab_size: int) -> ScratchSizes:

@@ -10,6 +10,10 @@ from torch import Tensor
 from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.shapes import GraphShape
 from flare_ray.device.speculation.inputs import LaneBounds
+from flare_ray.errors import ContractViolation
+
+Prices = tuple[tuple[GraphShape, int], ...]
+"""What rounds cost at preparation, in nanoseconds by shape."""
 
 
 class Program(Protocol):
@@ -65,4 +69,15 @@ class Backend(Protocol):
         """
 
     def warm(self) -> None:
-        """Run every entry once, so that the first request meets nothing new."""
+        """Run every entry once, and record it where this backend does, so that the first request
+        meets nothing new."""
+
+    def prices(self) -> Prices:
+        """Time every round that applies no masks once more, on padded lanes; after `warm`."""
+
+
+def not_prepared(shape: GraphShape, prepared: int) -> ContractViolation:
+    """The refusal of a shape outside the catalog."""
+    return ContractViolation(
+        f"{shape} was not prepared; the catalog holds {prepared} shapes, see the manifest"
+    )

@@ -1,14 +1,17 @@
 """Static inputs of a program and the facts the host fixes about one execution.
 
-A plan becomes two or three copies: the lanes' integers, the mask rows if any lane is constrained,
-and the prompt chunk of a prefill. On CPU the host array and the tensor share memory.
+A plan becomes one or two copies: the lanes' integers with a prefill's tokens, and the mask rows if
+any lane is constrained. On CPU the host array and the tensor share memory; on CUDA two page-locked
+arrays take turns in front of each tensor.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +20,8 @@ from torch import Tensor
 from flare_ray.contracts.plan import LanePlan, MaskAnswer, RoundPlan
 
 ABSENT = -1
+STAGING_SETS = 2
+"""Host copies of every input: rounds that may be queued (contract: T6)."""
 
 
 class LaneField(enum.IntEnum):
@@ -45,38 +50,87 @@ class ChunkField(enum.IntEnum):
     TOKENS = 9
 
 
+class Fence(Protocol):
+    """A point in the order of a stream; `torch.cuda.Event` is one."""
+
+    def record(self) -> None:
+        """Mark what has been enqueued so far."""
+
+    def synchronize(self) -> None:
+        """Wait until it has run; at once where nothing was marked."""
+
+
+class Staging:
+    """Host arrays in front of one flat device buffer, used in turn.
+
+    With two of them the plan of a queued round is written while the copy of the running one may
+    still be on its way (contract: T6, T7).
+
+    Args:
+        sets: flat host tensors, page-locked where the device is not the host.
+        fences: one a set, behind its last copy.
+    """
+
+    def __init__(self, sets: Sequence[Tensor], fences: Sequence[Fence]) -> None:
+        self.sets = tuple(sets)
+        self.current = 0
+        self._fences = tuple(fences)
+
+    def renew(self) -> None:
+        """Go on with the next set; waits until its last copy has left it."""
+        self.current = (self.current + 1) % len(self.sets)
+        if self._fences:
+            self._fences[self.current].synchronize()
+
+    def mark(self) -> None:
+        """A copy of the current set has been enqueued."""
+        if self._fences:
+            self._fences[self.current].record()
+
+
 class StaticBuffer:
-    """A device tensor at a fixed address with a host array in front of it.
+    """A device tensor at a fixed address with host arrays in front of it.
 
     Attributes:
-        host: numpy array to fill; on CPU the tensor's own memory.
         tensor: what the program reads.
     """
 
-    def __init__(self, tensor: Tensor, staging: Tensor) -> None:
+    def __init__(self, tensor: Tensor, staging: Staging) -> None:
         self.tensor = tensor
         self._staging = staging
-        self.host: np.ndarray = staging.numpy()
+        size = tensor.numel()
+        self._sets = [flat[:size].view(tensor.shape) for flat in staging.sets]
+        self._hosts: list[np.ndarray] = [part.numpy() for part in self._sets]
 
     @classmethod
-    def allocate(cls, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> StaticBuffer:
-        """A zeroed buffer; its host side is pinned where the device cannot read host memory."""
-        tensor = torch.zeros(shape, dtype=dtype, device=device)
+    def allocate(cls, size: int, dtype: torch.dtype, device: str) -> StaticBuffer:
+        """A zeroed flat buffer; on the CPU its host side is the tensor's own memory."""
+        tensor = torch.zeros(size, dtype=dtype, device=device)
         if tensor.device.type == "cpu":
-            return cls(tensor, tensor)
-        return cls(tensor, torch.zeros(shape, dtype=dtype, pin_memory=True))
+            return cls(tensor, Staging((tensor,), ()))
+        sets = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(STAGING_SETS)]
+        return cls(tensor, Staging(sets, [torch.cuda.Event() for _ in sets]))
+
+    @property
+    def host(self) -> np.ndarray:
+        """The array to fill before `upload`; `renew` chooses another one."""
+        return self._hosts[self._staging.current]
 
     def view(self, shape: tuple[int, ...]) -> StaticBuffer:
-        """The first elements of a flat buffer under another shape, memory shared."""
+        """The first elements of a flat buffer under another shape, memory and turns shared."""
         size = math.prod(shape)
-        tensor = self.tensor[:size].view(shape)
-        shared = self._staging is self.tensor
-        return StaticBuffer(tensor, tensor if shared else self._staging[:size].view(shape))
+        return StaticBuffer(self.tensor[:size].view(shape), self._staging)
+
+    def renew(self) -> None:
+        """Make a host array current that no copy reads any more; what it holds is undefined."""
+        self._staging.renew()
 
     def upload(self) -> None:
-        """One copy from the host's side to the program's; none on CPU."""
-        if self._staging is not self.tensor:
-            self.tensor.copy_(self._staging, non_blocking=True)
+        """One copy from the host's side to the program's, in stream order; none on CPU."""
+        source = self._sets[self._staging.current]
+        if source.data_ptr() != self.tensor.data_ptr():
+            self.tensor.copy_(source, non_blocking=True)
+            self._staging.mark()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +220,23 @@ class RoundInputs:
         return self._masks.tensor
 
     def clear(self) -> None:
-        """Padded lanes only: null slot, an epoch no slot has."""
+        """Padded lanes only: null slot, an epoch no slot has. `upload` shows them to a program."""
+        self._lanes.renew()
         host = self._lanes.host
         host[:] = ABSENT
         host[:, LaneField.SLOT] = self._null_slot
         host[:, LaneField.MASKED] = 0
         host[:, LaneField.CEILING] = 0
 
+    def upload(self) -> None:
+        """Copy the lanes' integers to the program's side."""
+        self._lanes.upload()
+
     def fill(self, plan: RoundPlan, masks: np.ndarray | None) -> None:
         """Copy a checked plan in; lanes beyond it stay padded."""
         self.clear()
+        if masks is not None:
+            self._masks.renew()
         host = self._lanes.host
         for index, lane in enumerate(plan.lanes):
             masked = masks is not None and lane.mask_row >= 0
@@ -188,7 +249,11 @@ class RoundInputs:
             self._masks.upload()
 
     def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
-        """Copy in what the host answered at the barrier: masks, ceilings, replaced drafts."""
+        """Copy in what the host answered at the barrier: masks, ceilings, replaced drafts.
+
+        The plan's own staging is written again: its copy has arrived, since the drafts have.
+        """
+        self._masks.renew()
         host = self._lanes.host
         for index, (lane, limit) in enumerate(zip(plan.lanes, answer.limits, strict=True)):
             host[index, LaneField.CEILING] = min(limit, lane.ceiling)
@@ -231,15 +296,22 @@ class PrefillInputs:
         return self._masks.tensor
 
     def clear(self) -> None:
-        """Padded lanes only: null slot, an epoch no slot has, no tokens."""
+        """Padded lanes only: null slot, an epoch no slot has, no tokens; then `upload`."""
+        self._lanes.renew()
         host = self._lanes.host
         host[:] = 0
         host[:, ChunkField.SLOT] = self._null_slot
         host[:, ChunkField.EPOCH] = ABSENT
 
+    def upload(self) -> None:
+        """Copy the lanes' integers to the program's side."""
+        self._lanes.upload()
+
     def fill(self, plan: RoundPlan, masks: np.ndarray | None) -> None:
         """Copy a checked plan in; lanes beyond it stay padded."""
         self.clear()
+        if masks is not None:
+            self._masks.renew()
         host = self._lanes.host
         for index, lane in enumerate(plan.prefill):
             masked = masks is not None and lane.mask_row >= 0

@@ -99,22 +99,45 @@ def stamp_checksums(rows: np.ndarray) -> int:
 
 
 class Frames:
-    """Two host frames used alternately; a frame is owned until its consumer releases it."""
+    """Two sets of host frames used alternately; one is owned until its consumer releases it.
 
-    def __init__(self, capacity: int, device: str) -> None:
+    A frame is filled by copies in stream order; `receive` waits for them alone, not for what was
+    enqueued behind them. On the CPU a copy is done when it returns.
+
+    Args:
+        capacity: largest number of record rows.
+        score_words / prompt_words: int32 words of the largest log-probability outputs.
+    """
+
+    def __init__(
+        self, capacity: int, device: str, *, score_words: int = 0, prompt_words: int = 0
+    ) -> None:
         pinned = device != "cpu"
-        self._frames = [
-            torch.zeros((capacity, RECORD_FIELDS), dtype=torch.int64, pin_memory=pinned)
-            for _ in range(NUM_FRAMES)
-        ]
+
+        def frame(size: int, dtype: torch.dtype) -> list[Tensor]:
+            return [torch.zeros(size, dtype=dtype, pin_memory=pinned) for _ in range(NUM_FRAMES)]
+
+        self._records = frame(capacity * RECORD_FIELDS, torch.int64)
+        self._scores = frame(score_words, torch.int32)
+        self._prompt_scores = frame(prompt_words, torch.int32)
+        self._arrived = [torch.cuda.Event() for _ in range(NUM_FRAMES)] if pinned else []
         self._owned = [False] * NUM_FRAMES
         self._next = 0
 
-    def transfer(self, record: Tensor) -> tuple[int, np.ndarray]:
-        """Copy device rows [n, RECORD_FIELDS] into the next frame and wait for them.
+    @property
+    def num_bytes(self) -> int:
+        """Exact size of all frames."""
+        frames = (*self._records, *self._scores, *self._prompt_scores)
+        return sum(frame.nbytes for frame in frames)
 
-        Returns:
-            (frame index, to `release`; rows [n, RECORD_FIELDS] int64 in that frame)
+    def send(
+        self, record: Tensor, scores: Tensor | None = None, prompt_scores: Tensor | None = None
+    ) -> Frame:
+        """Enqueue copies of a program's outputs into the next frame.
+
+        Args:
+            record: [n, RECORD_FIELDS] int64.
+            scores / prompt_scores: int32, None where nobody asked.
         Raises:
             ContractViolation: the frame is still owned.
         """
@@ -125,10 +148,42 @@ class Frames:
             )
         self._owned[index] = True
         self._next = (index + 1) % NUM_FRAMES
-        frame = self._frames[index][: record.shape[0]]
-        frame.copy_(record)
-        return index, frame.numpy()
+        frame = Frame(
+            index,
+            _copy(record, self._records[index]),
+            None if scores is None else _copy(scores, self._scores[index]),
+            None if prompt_scores is None else _copy(prompt_scores, self._prompt_scores[index]),
+        )
+        if self._arrived:
+            self._arrived[index].record()
+        return frame
 
-    def release(self, index: int) -> None:
+    def receive(self, frame: Frame) -> np.ndarray:
+        """Wait for a frame's copies; its record rows [n, RECORD_FIELDS] int64."""
+        if self._arrived:
+            self._arrived[frame.index].synchronize()
+        return frame.record
+
+    def release(self, frame: Frame) -> None:
         """The consumer is done with a frame."""
-        self._owned[index] = False
+        self._owned[frame.index] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One round's outputs on the host; arrays hold it once it was received.
+
+    record: [n, RECORD_FIELDS] int64; scores, prompt_scores: int32 as sent, or None.
+    """
+
+    index: int
+    record: np.ndarray
+    scores: np.ndarray | None
+    prompt_scores: np.ndarray | None
+
+
+def _copy(source: Tensor, host: Tensor) -> np.ndarray:
+    """Copy into the first elements of a flat host tensor; a view of them."""
+    target = host[: source.numel()].view(source.shape)
+    target.copy_(source, non_blocking=True)
+    return target.numpy()

@@ -23,6 +23,7 @@ from flare_ray.contracts.record import LaneRecord, RoundReply, unpack_rows
 from flare_ray.contracts.shapes import PAGE_TOKENS, GraphKind, GraphShape
 from flare_ray.device.executor import Barrier, ModelParts, RankExecutor, state_limits
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
+from flare_ray.device.graphs.recording import Recorder
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.state.layout import pages_for, state_bytes
 from flare_ray.recipes.declaration import BuildOptions, Communicator
@@ -100,9 +101,13 @@ def scripted_manifest(script: Script, setup: Setup, *, world_size: int = 1) -> P
 
 
 def scripted_rank(
-    script: Script, setup: Setup | None = None, comm: Communicator | None = None
+    script: Script,
+    setup: Setup | None = None,
+    comm: Communicator | None = None,
+    *,
+    recorder: Recorder | None = None,
 ) -> RankExecutor:
-    """One rank's executor."""
+    """One rank's executor; with a recorder its programs are recorded, but not warmed yet."""
     setup = setup or Setup()
     comm = comm or SingleGroup()
     options = BuildOptions("cpu", "float32", setup.prefill_tokens, setup.widths[-1])
@@ -113,7 +118,15 @@ def scripted_rank(
             drafter(script, None, comm, options),
         )
     manifest = scripted_manifest(script, setup, world_size=comm.size)
-    return RankExecutor(manifest, parts, rank=comm.rank, publication=setup.publication)
+    manifest = msgspec.structs.replace(manifest, captured=recorder is not None)
+    return RankExecutor(
+        manifest,
+        parts,
+        rank=comm.rank,
+        publication=setup.publication,
+        recorder=recorder,
+        debug_checks=True,
+    )
 
 
 @dataclass(frozen=True)

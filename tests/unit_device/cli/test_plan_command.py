@@ -34,6 +34,15 @@ def test_concurrency_four_with_five_drafts_is_eighteen_graphs_and_as_many_masked
     assert "fits: " in out
 
 
+def test_captured_plan_tells_graphs_and_the_bytes_of_their_pool(plan):
+    arguments = ("--device", "cuda", "--dtype", "bfloat16", "--memory-gib", "8")
+    status, out, _ = plan(*arguments)
+    assert status == 0 and "captured as " in out
+    assert plan(*arguments, "--eager")[1].count("captured") == 0
+    status, _, err = plan(*arguments[:-1], "0.01")
+    assert status == 2 and "graph pool" in err and "change" in err
+
+
 def test_json_is_the_manifest_and_nothing_else(plan):
     status, out, err = plan("--json", "--concurrency", "2")
     manifest = msgspec.convert(json.loads(out), PreparedManifest)
