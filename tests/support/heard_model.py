@@ -75,6 +75,9 @@ class _SteeredSink:
         self._consumed = start.consumed.tolist()
         self._drafts: list[list[int]] = [[] for _ in self._uids]
 
+    def forecast(self, depth, confidence):
+        self._sink.forecast(depth, confidence)
+
     def draw(self, depth, logits):
         tokens = self._sink.draw(depth, logits).clone()
         for lane, uid in enumerate(self._uids):
