@@ -11,17 +11,19 @@ from collections.abc import Callable
 
 import msgspec
 
-from flare_ray.config import EngineConfig
+from flare_ray.config import EngineConfig, PrefixCacheConfig
 from flare_ray.contracts.cache import CacheReset, CacheStats, TierStats
 from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.contracts.tiers import Tier
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.paging.identity import open_disk_tier
 from flare_ray.controller.paging.pool import PagePool
 from flare_ray.controller.paging.prefix import PrefixIndex
 from flare_ray.controller.paging.snapshots import Snapshots
-from flare_ray.controller.paging.tiers import TierLimits, Tiers
+from flare_ray.controller.paging.tiers import HEADER_ALLOWANCE, TierLimits, Tiers
 from flare_ray.controller.ports import RankChannel
+from flare_ray.errors import ConfigError
 
 
 class _Reset(msgspec.Struct, frozen=True):
@@ -39,6 +41,7 @@ class PrefixCache:
     Attributes:
         snapshots: which prefixes are kept and found.
     Raises:
+        ConfigError: a lower tier has no room for a snapshot of one page.
         ConfigError, CapacityError: the disk tier's folder cannot be used.
     """
 
@@ -59,6 +62,7 @@ class PrefixCache:
             row_bytes=manifest.snapshot_row_bytes,
             page_bytes=manifest.budget.page_bytes // manifest.num_pages,
         )
+        _check_room(settings, index.bytes_for(PAGE_TOKENS))
         self._disk = open_disk_tier(config, manifest)
         self._tiers = Tiers(
             index,
@@ -104,7 +108,7 @@ class PrefixCache:
     @property
     def is_moving(self) -> bool:
         """Whether snapshots are on their way between tiers, or wait for it."""
-        return self._tiers.is_busy
+        return self._tiers.pending_moves > 0
 
     def take_restore_times(self) -> list[tuple[Tier, float]]:
         """(tier, seconds) of each restore since the last call."""
@@ -168,3 +172,22 @@ class PrefixCache:
             corrupt_files=counts.corrupt,
             stopped="" if host else self._tiers.writes_stopped,
         )
+
+
+def _check_room(settings: PrefixCacheConfig, least: int) -> None:
+    """Refuse a tier that could never hold anything.
+
+    Args:
+        least: bytes of a snapshot of one page, the shortest that is copied.
+    """
+    if not settings.enabled or not settings.host_bytes:
+        return
+    tiers = [("host_bytes", settings.host_bytes, least)]
+    if settings.disk_path is not None:
+        tiers.append(("disk_bytes", settings.disk_bytes, least + HEADER_ALLOWANCE))
+    for name, given, needed in tiers:
+        if given < needed:
+            raise ConfigError(
+                f"prefix_cache.{name} is {given}, the shortest prefix takes {needed}; raise it to "
+                "some prefixes, or leave the tier out"
+            )

@@ -225,7 +225,8 @@ class Controller:
         self._channel.wake()
 
     def stop(self, *, drain: bool) -> None:
-        """Refuse new requests and end `run`: once live requests have ended if `drain`, else now.
+        """Refuse new requests and end `run`: if `drain` once live requests have ended and their
+        prefixes have reached the lower tiers, else now.
 
         Without drain every live request gets `Failed(code="cancelled", status=503)`. Returns at
         once; join the thread that called `run`. A second call may turn a drain into a stop.
@@ -428,7 +429,7 @@ class Controller:
 
     def _is_done(self) -> bool:
         if self._stopping == "drain":
-            return not self._live_ids and not self._in_flight
+            return not (self._live_ids or self._in_flight or self.cache.is_moving)
         return self._stopping == "now"
 
     # Waiting.

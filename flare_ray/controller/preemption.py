@@ -5,7 +5,8 @@ touch, counted from the furthest position that the rounds in flight may reach: s
 run out inside a round, at either queue depth. Lanes are served in order (lower priority value
 first, then arrival). For a lane that is short
 
-1. snapshots are evicted, those that preempted requests wait for last;
+1. snapshots are evicted, those that preempted requests wait for last; while some of them cannot
+   go yet, because they are being copied or are about to be restored, the lane sits out;
 2. requests behind it in that order are preempted, the last one first. Nothing of theirs is
    published or freed before their rounds in flight have been harvested; meanwhile the lane sits
    out, and nobody is admitted;
@@ -53,9 +54,11 @@ class Growth:
 
     def _extend(self, live: LiveRequest, missing: int) -> None:
         """Promise `missing` pages to a request, or note that it is short of them."""
+        pool = self._admission.pool
         live.short_pages = max(missing, 0)
-        while live.short_pages and not self._admission.pool.extend(live.uid, missing):
-            if self._admission.is_draining or not self._preempt_behind(live):
+        while live.short_pages and not pool.extend(live.uid, missing):
+            comes_by_itself = self._admission.is_draining or missing <= pool.free_pages
+            if comes_by_itself or not self._preempt_behind(live):
                 return
         live.reserved_pages += live.short_pages
         live.short_pages = 0

@@ -62,7 +62,7 @@ def moved_once(machine: type[TierMachine], tier: Tier, *, depth: int) -> TierMac
 def test_prefix_comes_back_beside_rounds_with_the_logits_of_a_cold_run(machine, tier, depth):
     done = moved_once(machine, tier, depth=depth)
     assert done.restored(tier) == LENGTH
-    assert done.compared > 40
+    assert done.compared > 20 and done.compared_drafts > 20
 
 
 def test_comparison_catches_a_copy_that_is_off_by_a_percent(machine, monkeypatch):

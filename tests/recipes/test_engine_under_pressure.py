@@ -17,7 +17,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch import Tensor
 
+from flare_ray.contracts.plan import SlotRestore
+from flare_ray.device.state.store import StateStore
 from flare_ray.errors import ContractViolation
 from tests.support import deepseek_tiny, glm_tiny, qwen_tiny
 from tests.support.engine_machine import Engine, EngineMachine
@@ -41,6 +44,9 @@ RECIPES: dict[str, Callable[[Path], Engine]] = {
     "glm-5.3-flash-pooled": lambda folder: Engine(glm_tiny.write_checkpoint(folder, "pooled")),
     "qwen3.8-flash": lambda folder: Engine(qwen_tiny.write_checkpoint(folder, "qwen-fused")),
     "deepseek-v4.1-flash": lambda folder: Engine(deepseek_tiny.write_checkpoint(folder, "sparse")),
+    "deepseek-v4.1-flash-rounded": lambda folder: Engine(
+        deepseek_tiny.write_checkpoint(folder, "rounded")
+    ),
 }
 
 
@@ -80,7 +86,7 @@ def test_random_use_computes_what_every_request_computes_alone(machine):
 def test_preempted_request_goes_on_with_the_logits_of_a_cold_run(machine, length, place):
     """Beside another request, in every part of its life, at pages' and groups' boundaries."""
     done = preempted_once(machine, length, place, depth=1 + length % 2)
-    assert done.compared > 40
+    assert done.compared > 20 and done.compared_drafts > 20
     resumed = [lane for plan in done.channel.plans for lane in plan.prefill if lane.pending >= 0]
     # a short prompt is consumed at once, and then it is past it
     assert len(resumed) == 1 or place == "prompt"
@@ -102,6 +108,16 @@ def preempted_once(machine, length, place, *, depth) -> EngineMachine:
     engine.controller._admission.preempt(live)
     engine.teardown()
     return engine
+
+
+def last_history(store: StateStore, restore: SlotRestore) -> list[Tensor]:
+    """What the drafter keeps of the last restored token: the tail of its open pair, or a row of
+    each of its windows."""
+    tail = store.request.tail
+    if tail is not None and store.spec.history == "pairs":
+        return [tail[restore.slot]]
+    rings = (g for g in store.spec_groups if (g.family, g.kind) == ("drafter", "ring"))
+    return [store.groups[g.name][restore.slot, (restore.consumed - 1) % g.entries] for g in rings]
 
 
 SABOTAGES = {
@@ -128,12 +144,12 @@ SABOTAGES = {
             )
         ),
     ),
-    "a draft history that is one pair short": (
+    "a draft history whose last row is missing": (
         "flare_ray.device.state.store.StateStore.restore",
         lambda original: (
             lambda self, restore, keeps_pairs: (
                 original(self, restore, keeps_pairs=keeps_pairs),
-                self.request.tail[restore.slot].zero_(),
+                [row.zero_() for row in last_history(self, restore)],
             )
         ),
     ),

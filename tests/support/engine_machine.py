@@ -112,7 +112,12 @@ class Engine:
             page_pool_tokens=CONTEXT_TOKENS,
             concurrency=3,
             debug_checks=True,
-            speculation={"families": "speculative", "draft_tokens": DRAFTS, "policy": "fixed"},
+            speculation={
+                "families": "speculative",
+                "draft_tokens": DRAFTS,
+                "widths": tuple(range(1, DRAFTS + 2)),
+                "policy": "fixed",
+            },
             **fields,
         )
         plan = make_plan(self.config)
@@ -237,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.works: dict[str, Work] = {}
         self.cancelled: set[str] = set()
         self.by_uid: dict[int, str] = {}
-        self.compared = 0
+        self.compared = self.compared_drafts = 0
         self.heard.truth = lambda uid, consumed, depth: self._draft(seed, uid, consumed, depth)
 
     def open(self, manifest: PreparedManifest, depth: int) -> None:
@@ -368,4 +373,4 @@ class EngineMachine(RuleBasedStateMachine):
             if (theirs := cold.drafts.get((consumed, drafts))) is not None:
                 error = largest_error(logits, theirs)
                 assert error <= LOGITS_ATOL, f"{self.by_uid[uid]}: draft after {consumed}: {error}"
-                self.compared += 1
+                self.compared_drafts += 1

@@ -26,7 +26,7 @@ from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.contracts.tiers import Tier, TierOrder, TierOutcome, TierReport
 from flare_ray.controller.paging.tiers import HEADER_ALLOWANCE
 from flare_ray.device.executor import RankExecutor
-from flare_ray.device.state.staging import MOVER_MOVES, Staging
+from flare_ray.device.state.staging import LINE_OF, LINES, Staging
 from tests.support.engine_machine import CONTEXT_TOKENS, DirectChannel, EngineMachine
 from tests.support.tier_memory import poison_free
 
@@ -42,17 +42,17 @@ class HeldMoves:
     """Stands before a rank's `Staging`: what begins waits for `release`.
 
     Attributes:
-        lines: moves of the mover and of the writer, each in its order.
+        lines: moves of each thread, in their order.
     """
 
     staging: Staging
     lines: tuple[deque[tuple[TierOrder, Report]], ...] = field(
-        default_factory=lambda: (deque(), deque())
+        default_factory=lambda: tuple(deque() for _ in LINES)
     )
 
     def begin(self, order: TierOrder, report: Report) -> None:
         """As `Staging.begin`, but nothing happens yet."""
-        self.lines[order.move not in MOVER_MOVES].append((order, report))
+        self.lines[LINE_OF[order.move]].append((order, report))
 
     def release(self, line: int) -> bool:
         """Run the oldest move of a line to its end; whether there was one."""
@@ -148,9 +148,9 @@ class TierMachine(EngineMachine):
 
     # What time does.
 
-    @rule(count=st.integers(1, 4), line=st.integers(0, 1))
+    @rule(count=st.integers(1, 4), line=st.integers(0, len(LINES) - 1))
     def move(self, count: int, line: int) -> None:
-        """Some moves come to their end; copies, or files."""
+        """Some moves of one thread come to their end."""
         for _ in range(count):
             self.channel.held.release(line)
 
@@ -159,7 +159,7 @@ class TierMachine(EngineMachine):
         """Rounds while every move ends soon, so that prefixes get as far as the disk."""
         for _ in range(steps):
             self.controller.step(0.0)
-            for line in (0, 1):
+            for line in range(len(LINES)):
                 self.channel.held.release(line)
 
     # What administrators and page pressure do.

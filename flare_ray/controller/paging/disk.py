@@ -104,6 +104,13 @@ def unsealed(content: bytes) -> DiskManifest:
     return manifest
 
 
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"prefix_cache.disk_path: {folder} cannot be used: {error}; name a folder that this user "
+        "may write, on a file system that locks"
+    )
+
+
 def _checksum(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
@@ -147,7 +154,7 @@ class DiskDirectory:
         """Take the first directory below `path` that no running engine uses.
 
         Raises:
-            ConfigError: the path cannot be written.
+            ConfigError: the path cannot be written or locked.
             CapacityError: MAX_ENGINES engines use it already.
         """
         root = Path(path)
@@ -157,16 +164,15 @@ class DiskDirectory:
                 folder.mkdir(parents=True, exist_ok=True)
                 lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError as error:
-                raise ConfigError(
-                    f"prefix_cache.disk_path: {folder} cannot be used: {error}; name a folder that "
-                    "this user may write"
-                ) from error
+                raise _unusable(folder, error) from error
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return cls(folder, lock_fd, label, world_size)
             except BlockingIOError:
                 os.close(lock_fd)
-                continue
-            return cls(folder, lock_fd, label, world_size)
+            except OSError as error:
+                os.close(lock_fd)
+                raise _unusable(folder, error) from error
         raise CapacityError(
             f"prefix_cache.disk_path: {MAX_ENGINES} engines use {root} already; give this one "
             "another path"

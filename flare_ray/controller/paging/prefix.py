@@ -30,12 +30,14 @@ class Snapshot(Prefix):
         pages: page ids of positions 0 .. N - 1; () until it is published or staged.
         pins: choices whose plan is not built yet, and copies under way.
         awaited: preempted requests that wait and will start from it.
+        awaits_copy: it is to be copied to a lower tier, and that has not begun.
     """
 
     row: int = -1
     pages: tuple[int, ...] = ()
     pins: int = 0
     awaited: int = 0
+    awaits_copy: bool = False
 
     @property
     def shared_pages(self) -> tuple[int, ...]:
@@ -249,13 +251,18 @@ class PrefixIndex:
         self, limit: float, may_go: Callable[[Snapshot], bool] = lambda snapshot: True
     ) -> bool:
         """Drop the least valuable that may go, if it is worth less than `limit`; what a preempted
-        request waits for goes last, and never for a new snapshot of finite worth."""
+        request waits for goes last, and never for a new snapshot of finite worth.
+
+        Without a limit something has to go: then what can come back from a lower tier, or need not,
+        goes before what would be lost.
+        """
+        has_to_go = limit == math.inf
         worst = min(
             (s for s in self if not s.pins and may_go(s)),
-            key=lambda s: (s.awaited > 0, self._worth(s)),
+            key=lambda s: (s.awaited > 0, has_to_go and s.awaits_copy, self._worth(s)),
             default=None,
         )
-        if worst is None or (limit < math.inf and (worst.awaited or self._worth(worst) >= limit)):
+        if worst is None or (not has_to_go and (worst.awaited or self._worth(worst) >= limit)):
             return False
         self.evicted_tokens += worst.tokens
         self.evicted_bytes += self.bytes_of(worst)

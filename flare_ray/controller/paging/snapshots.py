@@ -115,7 +115,7 @@ class Snapshots:
         if not tiers.enabled or live.scores_prompt:
             return False
         asked = self._asked.get(live.uid)
-        if asked is not None:
+        if asked is not None and not tiers.is_stranded(asked):
             return tiers.is_restoring(asked)
         limit = self._limit(live, live.prefill_length)
         kept = tiers.find(live.chain, limit)

@@ -48,6 +48,7 @@ class KeptPrefix(Prefix):
         checksums: of each rank's file.
         busy: orders under way that read or write it; it is not evicted meanwhile.
         doomed: removed while busy; forgotten with the last of them.
+        unplaced: when a request wanted it last, the device had no room for it.
     """
 
     entry: int = 0
@@ -60,6 +61,7 @@ class KeptPrefix(Prefix):
     checksums: tuple[str, ...] = ()
     busy: int = 0
     doomed: bool = False
+    unplaced: bool = False
 
 
 class TierBook:

@@ -42,10 +42,13 @@ from flare_ray.errors import ContractViolation
 
 logger = logging.getLogger("ray.serve.flare")
 
+MAX_STORES_A_ROW = 4
+"""Snapshots that may wait to be copied, as a multiple of the device's rows: most of them have been
+evicted before."""
 MAX_STORES = 2
 """Copies to the host under way: one runs while the next one's order travels."""
 MAX_RESTORES = 2
-"""Restores under way: each keeps a row and pages that nobody else can have."""
+"""Restores under way; a row and pages are taken for each once it is in host memory."""
 HEADER_ALLOWANCE = 64 * 1024
 """Bytes of a file beside its tensors, counted before it is written; its true size counts after."""
 
@@ -63,10 +66,9 @@ class _Open:
 
 @dataclass(slots=True)
 class _Restore:
-    """A prefix on its way back: the claimed row that it goes to, and where it comes from."""
+    """A prefix on its way back, and where it comes from."""
 
     kept: KeptPrefix
-    snapshot: Snapshot
     source: Tier
     started_ns: int
 
@@ -90,6 +92,8 @@ class Tiers:
         clock: nanoseconds.
     Attributes:
         book: what is kept below the device.
+        pending_moves: orders that some rank has not reported, and moves that have not begun; may be
+            read by any thread.
         writes_stopped: why nothing more is written to disk, "" while it is.
         restore_times: (tier, seconds) of restores since they were last taken.
     """
@@ -103,6 +107,7 @@ class Tiers:
         clock: Callable[[], int],
     ) -> None:
         self.book = TierBook(limits.host_bytes, limits.disk_bytes if disk is not None else 0)
+        self.pending_moves = 0
         self.writes_stopped = ""
         self.restore_times: list[tuple[Tier, float]] = []
         self._index = index
@@ -112,26 +117,23 @@ class Tiers:
         self._ticket = 0
         self._open: dict[int, _Open] = {}
         self._ready: deque[TierOrder] = deque()
-        self._to_store: deque[Snapshot] = deque(maxlen=max(4 * index.rows, 1))
+        self._to_store: deque[Snapshot] = deque()
         self._to_write: deque[KeptPrefix] = deque()
         self._restores: dict[Key, _Restore] = {}
         if disk is not None:
             self._adopt_stored(disk)
+            self._count_pending()
 
     @property
     def enabled(self) -> bool:
         """Whether there is any tier below the device."""
         return self.book.regions.total_bytes > 0
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether something is moving or waits to be moved."""
-        return bool(self.pending_moves or self.book.deletions)
-
-    @property
-    def pending_moves(self) -> int:
-        """Orders that some rank has not reported, and copies that have not begun."""
-        return len(self._open) + len(self._to_store) + len(self._to_write)
+    def _count_pending(self) -> None:
+        """At the end of whatever changes it: another thread must not see a move between two of its
+        steps."""
+        waiting = len(self._to_store) + len(self._to_write) + len(self.book.deletions)
+        self.pending_moves = len(self._open) + waiting
 
     # What the device tier does.
 
@@ -142,8 +144,13 @@ class Tiers:
         name is never restored, so they are not copied.
         """
         restorable = PAGE_TOKENS <= snapshot.tokens <= MAX_SHARED_PAGES * PAGE_TOKENS
-        if self.enabled and restorable:
-            self._to_store.append(snapshot)
+        if not self.enabled or not restorable:
+            return
+        if len(self._to_store) >= MAX_STORES_A_ROW * self._index.rows:
+            self._to_store.popleft().awaits_copy = False
+        snapshot.awaits_copy = True
+        self._to_store.append(snapshot)
+        self._count_pending()
 
     def used(self, key: Key) -> None:
         """A request starts from the device's copy of a prefix."""
@@ -161,6 +168,12 @@ class Tiers:
         """Whether that prefix is on its way to the device."""
         return key in self._restores
 
+    def is_stranded(self, key: Key) -> bool:
+        """Whether that prefix is in host memory, and the device had no room for it; may be asked
+        for once more then."""
+        kept = self.book.get(key)
+        return kept is not None and kept.unplaced
+
     @property
     def may_restore(self) -> bool:
         """Whether another restore may begin."""
@@ -168,24 +181,32 @@ class Tiers:
 
     def restore(self, kept: KeptPrefix) -> bool:
         """Begin to bring a prefix back; False = no row, pages or host region can be had for it."""
+        restore = _Restore(kept, Tier.HOST if kept.in_host else Tier.DISK, self._clock())
+        if kept.in_host:
+            return self._load(restore)
+        num_bytes = self._index.bytes_for(kept.tokens)
+        # Busy first: making room must not delete the very files that it is for.
+        kept.busy += 1
+        placed = self.book.host_place(kept, num_bytes, wanted=True)
+        self.book.release(kept)
+        if placed:
+            self._restores[kept.key] = restore
+            self._order(TierMove.READ, kept)
+        return placed
+
+    def _load(self, restore: _Restore) -> bool:
+        """Begin the copy from the host; False = no row or too few pages can be had for it.
+
+        They are taken here and not earlier: a slow disk keeps nothing from those who run.
+        """
+        kept = restore.kept
         snapshot = self._index.stage(kept.trace, kept.tokens)
+        kept.unplaced = snapshot is None
         if snapshot is None:
+            self._restores.pop(kept.key, None)
             return False
-        source = Tier.HOST if kept.in_host else Tier.DISK
-        if not kept.in_host:
-            num_bytes = self._index.bytes_for(kept.tokens)
-            # Busy first: making room must not delete the very files that it is for.
-            kept.busy += 1
-            placed = self.book.host_place(kept, num_bytes, wanted=True)
-            self.book.release(kept)
-            if not placed:
-                self._index.abandon(snapshot)
-                return False
-        self._restores[kept.key] = _Restore(kept, snapshot, source, self._clock())
-        if source is Tier.HOST:
-            self._order(TierMove.LOAD, kept, snapshot)
-        else:
-            self._order(TierMove.READ, kept, snapshot)
+        self._restores[kept.key] = restore
+        self._order(TierMove.LOAD, kept, snapshot)
         return True
 
     # The ranks.
@@ -210,6 +231,7 @@ class Tiers:
             if order.move in (TierMove.STORE, TierMove.LOAD):
                 order = _with_saves(order, take_saves())
             sent.append(order)
+        self._count_pending()
         return tuple(sent)
 
     def finished(self, outcome: TierOutcome) -> None:
@@ -232,12 +254,14 @@ class Tiers:
         done(work, outcome)
         if work.move is not TierMove.DELETE:
             self.book.release(work.kept)
+        self._count_pending()
 
     def clear(self, tiers: frozenset[Tier]) -> dict[Tier, int]:
         """Forget everything in some tiers; how many prefixes of each. Writing to disk resumes."""
         dropped = {}
         if Tier.DEVICE in tiers:
-            self._to_store.clear()
+            while self._to_store:
+                self._to_store.pop().awaits_copy = False
             dropped[Tier.DEVICE] = self._index.clear()
         for tier in (Tier.HOST, Tier.DISK):
             if tier in tiers:
@@ -245,6 +269,7 @@ class Tiers:
         if Tier.DISK in tiers:
             self._to_write.clear()
             self.writes_stopped = ""
+        self._count_pending()
         return dropped
 
     def pinned_rows(self) -> list[int]:
@@ -258,6 +283,7 @@ class Tiers:
         stores = sum(work.move is TierMove.STORE for work in self._open.values())
         while self._to_store and stores < MAX_STORES:
             snapshot = self._to_store.popleft()
+            snapshot.awaits_copy = False
             if self._index.get(snapshot.key) is not snapshot:
                 continue  # evicted before there was time
             kept = self.book.get(snapshot.key)
@@ -349,16 +375,15 @@ class Tiers:
     # Up.
 
     def _read(self, work: _Open, outcome: TierOutcome) -> None:
-        kept, snapshot = work.kept, work.snapshot
-        assert snapshot is not None
+        kept = work.kept
         restore = self._restores[kept.key]
         if outcome.fault or kept.doomed:
-            self._give_up(restore)
+            del self._restores[kept.key]
             if not kept.doomed:
                 self._reject(kept, outcome)
             return
         kept.in_host = True
-        self._order(TierMove.LOAD, kept, snapshot)
+        self._load(restore)
 
     def _reject(self, kept: KeptPrefix, outcome: TierOutcome) -> None:
         """A stored snapshot cannot be used: say so once, and never try it again."""
@@ -370,23 +395,18 @@ class Tiers:
     def _loaded(self, work: _Open, outcome: TierOutcome) -> None:
         kept, snapshot = work.kept, work.snapshot
         assert snapshot is not None
-        restore = self._restores[kept.key]
+        restore = self._restores.pop(kept.key)
         if outcome.fault:
             raise ContractViolation(f"a snapshot could not be copied to the device: {outcome.text}")
         if kept.doomed:
-            self._give_up(restore)
+            self._index.abandon(snapshot)
             return
-        del self._restores[kept.key]
         self.book.used(kept, hit=True)
         self._index.arrived(snapshot, kept.hits)
         counts = self.book.counts[restore.source]
         counts.restored_tokens += kept.tokens
         counts.restored_bytes += kept.num_bytes
         self.restore_times.append((restore.source, (self._clock() - restore.started_ns) / 1e9))
-
-    def _give_up(self, restore: _Restore) -> None:
-        del self._restores[restore.kept.key]
-        self._index.abandon(restore.snapshot)
 
     # Orders.
 

@@ -143,7 +143,8 @@ class SnapshotArena:
             )
         for offset, content in list(self._held.items()):
             if offset < end and order.offset < offset + content.num_bytes:
-                del self._held[offset]
+                # Mover and reader may claim neighbours that an older region covered both.
+                self._held.pop(offset, None)
         return size
 
     def _fill(self, order: TierOrder, size: int) -> None:

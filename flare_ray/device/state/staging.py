@@ -1,8 +1,12 @@
 """The threads of one rank that move snapshots beside its rounds (contract: M7).
 
-    rank's thread    order arrives -> its saves run -> handed to the mover or the writer
-    mover            STORE, LOAD, READ: what requests wait for, in order
-    writer           WRITE, SEAL, DELETE: may be slow, delays nobody
+    rank's thread    order arrives -> its saves run -> handed to one of the threads
+    mover            STORE, LOAD: copies in memory, which never wait for a disk
+    reader           READ: delays the requests that want what it reads
+    writer           WRITE, SEAL, DELETE: delays nobody
+
+Orders of one thread run in order; those of several meet in no region, since the controller gives a
+region to nobody else while an order on it is open.
 
 On CUDA the mover copies on a stream of its own, which first waits for what the rank's stream had
 been given when the order arrived, and is drained before the move is reported.
@@ -34,7 +38,13 @@ from flare_ray.device.state.snapshot_host import CorruptFile, SnapshotArena, wri
 logger = logging.getLogger(__name__)
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-MOVER_MOVES = (TierMove.STORE, TierMove.LOAD, TierMove.READ)
+LINES: tuple[tuple[str, tuple[TierMove, ...]], ...] = (
+    ("flare-mover", (TierMove.STORE, TierMove.LOAD)),
+    ("flare-reader", (TierMove.READ,)),
+    ("flare-writer", (TierMove.WRITE, TierMove.SEAL, TierMove.DELETE)),
+)
+"""Threads and what each moves."""
+LINE_OF = {move: line for line, (_, moves) in enumerate(LINES) for move in moves}
 
 Report = Callable[[TierReport], None]
 
@@ -47,7 +57,7 @@ class _Job:
 
 
 class Staging:
-    """Mover and writer of one rank.
+    """Mover, reader and writer of one rank.
 
     Args:
         loaded: told by the mover that an order's row holds its snapshot now.
@@ -64,10 +74,10 @@ class Staging:
         self._rank = rank
         self._loaded = loaded
         self._stream = torch.cuda.Stream() if device == "cuda" else None
-        self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in range(2)]
+        self._queues: list[queue.SimpleQueue[_Job | None]] = [queue.SimpleQueue() for _ in LINES]
         self._threads = [
             threading.Thread(target=self._run, args=(jobs,), name=name, daemon=True)
-            for jobs, name in zip(self._queues, ("flare-mover", "flare-writer"), strict=True)
+            for jobs, (name, _) in zip(self._queues, LINES, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -78,7 +88,7 @@ class Staging:
         if self._stream is not None:
             ready = torch.cuda.Event()
             ready.record()
-        self._queues[order.move not in MOVER_MOVES].put(_Job(order, report, ready))
+        self._queues[LINE_OF[order.move]].put(_Job(order, report, ready))
 
     def stop(self) -> None:
         """End the threads after what they were given; idempotent."""

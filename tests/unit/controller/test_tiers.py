@@ -17,6 +17,7 @@ from flare_ray.contracts.messages import Finished
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.contracts.tiers import Tier, TierFault, TierMove, TierOrder
 from flare_ray.controller.paging import tiers as tiers_module
+from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.disk import (
     FORMAT_VERSION,
     MAX_MANIFEST_PAGES,
@@ -24,6 +25,7 @@ from flare_ray.controller.paging.disk import (
     PartFile,
     sealed,
 )
+from flare_ray.controller.paging.tiers import Tiers
 from flare_ray.metrics import names
 from tests.support.fake_channel import hashed_accepts, make_manifest
 from tests.unit.controller.test_prefix_reuse import prompt_of, run
@@ -349,3 +351,146 @@ def test_prefix_too_long_for_a_manifest_stays_in_host_memory(make_tiered, monkey
     settle(harness)
     assert {order.tokens // PAGE_TOKENS for order in moves_of(harness, TierMove.WRITE)} == {1}
     assert 2 in {order.tokens // PAGE_TOKENS for order in moves_of(harness, TierMove.STORE)}
+
+
+def key_of(harness, prompt):
+    return TokenChain(prompt, "").key(len(prompt))
+
+
+def test_what_can_come_back_is_evicted_before_what_would_be_lost(make_tiered):
+    """Page pressure while copies are slow: the snapshots that wait for theirs go last."""
+    harness = make_tiered(rows=16, num_pages=11, context_tokens=640)
+    index = harness.controller._snapshots.index
+    copied, busy, waiting = (prompt_of(length, seed=length) for length in (200, 64, 65))
+    run(harness, "copied", copied, max_tokens=1)
+    settle(harness)
+    harness.channel.tiers.held.add(TierMove.STORE)
+    run(harness, "busy", busy, max_tokens=1)
+    run(harness, "waiting", waiting, max_tokens=1)
+    # worth less than what has been copied: it saves one token beyond its page boundary
+    assert index.get(key_of(harness, waiting)).awaits_copy
+    run(harness, "pressure", prompt_of(300, seed=9), max_tokens=60)
+    assert index.get(key_of(harness, copied)) is None
+    assert index.get(key_of(harness, waiting)) is not None
+    harness.channel.tiers.held.clear()
+    settle(harness)
+    harness.controller.cache.reset(frozenset({Tier.DEVICE}), lambda _: None)
+    assert run(harness, "again", waiting, max_tokens=5).cached_tokens == 65
+    assert run(harness, "first", copied, max_tokens=5).cached_tokens == 200
+
+
+def test_snapshot_evicted_before_its_copy_begins_costs_tokens_and_nothing_else(make_tiered):
+    harness = make_tiered(rows=1)
+    harness.channel.tiers.held.add(TierMove.STORE)
+    prompt = prompt_of(65)
+    run(harness, "kept", prompt_of(70, seed=3), max_tokens=1)
+    run(harness, "lost", prompt, max_tokens=1)
+    harness.channel.tiers.held.clear()
+    settle(harness)
+    assert run(harness, "again", prompt, max_tokens=5).cached_tokens in (0, 64)
+    assert harness.tokens("again") == harness.expected(prompt, 5)
+
+
+def test_other_threads_see_a_move_until_its_last_step_is_done(make_tiered, monkeypatch):
+    """Who waits for the tiers to rest must not be let go between two steps of one prefix."""
+    harness = make_tiered(disk_bytes=10_000_000)
+    seen = []
+    order = Tiers._order
+
+    def noted(self, *args):
+        seen.append(harness.controller.cache.is_moving)
+        order(self, *args)
+
+    monkeypatch.setattr(Tiers, "_order", noted)
+    run(harness, "first", prompt_of(150), max_tokens=1)
+    settle(harness)
+    assert seen and all(seen)
+
+
+def test_disk_read_keeps_no_row_and_no_page_from_others(make_tiered):
+    harness = make_tiered(disk_bytes=10_000_000, rows=2)
+    prompt = prompt_of(150)
+    leave_on_disk(harness, prompt)
+    harness.channel.tiers.held.add(TierMove.READ)
+    harness.submit("waits", prompt, max_tokens=5)
+    harness.step(3)
+    pool = harness.controller._pool
+    assert moves_of(harness, TierMove.READ) and not pool.cached_pages
+    # both rows are of use to somebody else
+    run_beside(harness, "other", prompt_of(130, seed=8))
+    assert len(harness.controller._snapshots.index) == 2
+    harness.channel.tiers.held.clear()
+    harness.run_until_idle()
+    assert harness.end("waits").cached_tokens == 150
+
+
+def run_beside(harness, name, prompt, *, max_tokens=1):
+    """Run a request to its end while another one waits."""
+    harness.submit(name, prompt, max_tokens=max_tokens)
+    for _ in range(200):
+        harness.step()
+        if any(isinstance(item, Finished) for item in harness.output.items(name)):
+            return
+    raise AssertionError(f"{name} does not end")
+
+
+def test_prefix_read_while_the_device_is_full_comes_up_once_there_is_room(make_tiered):
+    harness = make_tiered(disk_bytes=10_000_000, num_pages=11, context_tokens=640)
+    prompt, long = prompt_of(150), prompt_of(560, seed=5)
+    leave_on_disk(harness, prompt)
+    harness.channel.tiers.held.add(TierMove.READ)
+    harness.submit("waits", prompt, max_tokens=5)
+    harness.step(3)
+    harness.submit("fills", long, max_tokens=60)
+    harness.run_rounds(8)
+    harness.channel.tiers.held.clear()
+    harness.run_until_idle()
+    assert harness.tokens("fills") == harness.expected(long, 60)
+    assert harness.end("waits").cached_tokens == 150
+    assert harness.tokens("waits") == harness.expected(prompt, 5)
+    assert len(moves_of(harness, TierMove.READ)) == 1
+
+
+def test_lane_that_is_short_of_a_staged_restores_pages_sits_out_and_preempts_nobody(make_tiered):
+    harness = make_tiered(rows=4, num_pages=11, slots=3, context_tokens=640)
+    prompt = prompt_of(150)
+    run(harness, "first", prompt, max_tokens=1)
+    settle(harness)
+    harness.controller.cache.reset(frozenset({Tier.DEVICE}), lambda _: None)
+    harness.step(2)
+    harness.channel.tiers.held.add(TierMove.LOAD)
+    harness.submit("waits", prompt, max_tokens=5)
+    harness.step(2)
+    assert harness.controller._pool.cached_pages == 3
+    growing = {name: prompt_of(60, seed) for seed, name in enumerate(("a", "b"))}
+    for name, own in growing.items():
+        harness.submit(name, own, max_tokens=250)
+    harness.step(400)
+    admission = harness.controller._admission
+    assert admission.short_pages and not sum(admission.preempted.values())
+    harness.channel.tiers.held.clear()
+    harness.run_until_idle()
+    for name, own in growing.items():
+        assert harness.tokens(name) == harness.expected(own, 250)
+    assert harness.tokens("waits") == harness.expected(prompt, 5)
+
+
+def test_drain_ends_once_what_was_left_is_on_disk(make_tiered):
+    harness = make_tiered(disk_bytes=10_000_000)
+    harness.submit("last", prompt_of(150), max_tokens=3)
+    harness.controller.stop(drain=True)
+    harness.controller.run()
+    assert isinstance(harness.end("last"), Finished)
+    moves = harness.channel.tiers
+    assert len(moves.sealed) == len(moves_of(harness, TierMove.STORE)) > 0
+    assert not harness.controller.cache.is_moving
+
+
+def test_stop_without_drain_waits_for_no_disk(make_tiered):
+    harness = make_tiered(disk_bytes=10_000_000)
+    harness.channel.tiers.held.add(TierMove.WRITE)
+    run(harness, "last", prompt_of(150), max_tokens=3)
+    harness.step(3)
+    assert harness.controller.cache.is_moving
+    harness.controller.stop(drain=False)
+    harness.controller.run()
