@@ -135,9 +135,10 @@ class ChatParser:
         if self._state is _State.BLOCK:
             return self._scan_block(events)
         self._leave_calls()
-        at, tag = find_first(self._buffer, self._watched())
+        tags = self._watched()
+        at, tag = find_first(self._buffer, tags)
         if at < 0:
-            keep = held_back(self._buffer, self._watched())
+            keep = held_back(self._buffer, tags)
             cut = len(self._buffer) - keep
             self._emit(events, self._buffer[:cut])
             self._buffer = self._buffer[cut:]
@@ -252,11 +253,11 @@ class ChatParser:
         return self._buffer[self._scanner.told : end]
 
     def _watched(self) -> tuple[str, ...]:
-        tags = (self._chat.reasoning_close,) if self._state is _State.REASONING else ()
-        if self._scan_calls:
-            # where calls come in runs, only a run opens one
-            tags = (*tags, self._chat.tool_block_open or self._chat.tool_open)
-        return tuple(tag for tag in tags if tag)
+        chat = self._chat
+        closing = chat.reasoning_close if self._state is _State.REASONING else ""
+        # where calls come in runs, only a run opens one
+        opening = (chat.tool_block_open or chat.tool_open) if self._scan_calls else ""
+        return tuple(filter(None, (closing, opening)))
 
     def _emit(self, events: list[ChatEvent], text: str) -> None:
         kind = ReasoningText if self._state is _State.REASONING else ContentText

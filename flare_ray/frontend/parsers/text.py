@@ -18,6 +18,9 @@ def find_first(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str
 def held_back(text: str, tags: Sequence[str]) -> int:
     """Length of the longest end of `text` that may still grow into one of `tags`."""
     longest = max((len(tag) for tag in tags), default=1) - 1
+    tail = text[-longest:] if longest else ""
+    if not any(tag[0] in tail for tag in tags):
+        return 0
     for length in range(min(longest, len(text)), 0, -1):
         if any(tag.startswith(text[-length:]) and len(tag) > length for tag in tags):
             return length
