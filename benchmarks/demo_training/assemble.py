@@ -19,15 +19,15 @@ from .vocabulary import tokenizer_config
 MAX_BYTES = 32 * 2**20
 
 
-def load_shards(run: Path) -> dict[str, Tensor]:
-    """Tensors of a run, or of a checkpoint folder, under published names.
+def load_shards(run: Path, part: str) -> dict[str, Tensor]:
+    """Tensors of one part of a run, ``trunk`` or ``drafter``, under published names.
 
     Raises:
-        FileNotFoundError: if the folder holds no weights.
+        FileNotFoundError: if the folder holds no such weights.
     """
-    shards = sorted(run.glob("model*.safetensors"))
+    shards = sorted(run.glob(f"{part}-*.safetensors"))
     if not shards:
-        raise FileNotFoundError(f"no model*.safetensors in {run}: did the training run end?")
+        raise FileNotFoundError(f"no {part}-*.safetensors in {run}: did its training run end?")
     return {name: t for shard in shards for name, t in load_file(shard).items()}
 
 

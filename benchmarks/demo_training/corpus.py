@@ -66,9 +66,12 @@ class Corpus:
         docs: Python documentation sources.
         docstrings: long docstrings of the code files.
         code: whole Python files.
-        functions: dedented functions of 4 to 25 lines, ASCII.
+        functions: dedented functions of 3 to 40 lines, ASCII.
         characters: characters of code by top-level package.
+        prose: manuals and dictionary examples, in training only.
         long_context: generators write long conversations.
+        scramble: part of the edited functions whose names are replaced by invented ones, so that
+            only the prompt holds them.
     """
 
     common: list[Gloss]
@@ -78,7 +81,9 @@ class Corpus:
     code: list[str] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
     characters: dict[str, int] = field(default_factory=dict)
+    prose: list[str] = field(default_factory=list)
     long_context: bool = False
+    scramble: float = 0.0
 
 
 def is_held_out(key: str) -> bool:
@@ -95,14 +100,12 @@ def load_corpus(pack: Path, split: Split, *, max_files: int, seed: int = 0) -> C
     with lzma.open(pack / "wordnet.tsv.xz", "rt", encoding="utf-8") as f:
         rows = [line.rstrip("\n").split("\t") for line in f]
     glosses = [Gloss(part, lemma, meaning) for _, part, lemma, meaning in rows]
-    with lzma.open(pack / "docs.jsonl.xz", "rt", encoding="utf-8") as f:
-        documents = [json.loads(line) for line in f]
+    documents, prose = (_packed(pack / name) for name in ("docs.jsonl.xz", "prose.jsonl.xz"))
     corpus = Corpus(
         common=glosses[:NUM_COMMON_WORDS],
         rare=[g for g in glosses[NUM_COMMON_WORDS:] if keep(g.lemma)],
-        docs=[
-            d["text"] for d in documents if keep(d["key"]) and not FOREIGN_LICENCE.search(d["text"])
-        ],
+        docs=[d["text"] for d in documents if keep(d["key"])],
+        prose=[d["text"] for d in prose if split == "train" and keep(d["key"])],
     )
     files = list(source_files())
     random.Random(seed).shuffle(files)
@@ -110,6 +113,13 @@ def load_corpus(pack: Path, split: Split, *, max_files: int, seed: int = 0) -> C
         if keep(key):
             _add_file(corpus, path, key)
     return corpus
+
+
+def _packed(path: Path) -> list[dict[str, str]]:
+    """Key and text of every packed document that names no foreign licence."""
+    with lzma.open(path, "rt", encoding="utf-8") as f:
+        documents = [json.loads(line) for line in f]
+    return [d for d in documents if not FOREIGN_LICENCE.search(d["text"])]
 
 
 def source_files() -> Iterator[tuple[Path, str]]:
@@ -149,12 +159,12 @@ def _add_file(corpus: Corpus, path: Path, key: str) -> None:
 
 def _dedented(lines: list[str], node: ast.FunctionDef) -> str | None:
     assert node.end_lineno is not None  # set by ast.parse
-    if not 3 <= node.end_lineno - node.lineno <= 24:
+    if not 2 <= node.end_lineno - node.lineno <= 39:
         return None
     body = lines[node.lineno - 1 : node.end_lineno]
     indent = len(body[0]) - len(body[0].lstrip())
     text = "\n".join(b[indent:] if not b[:indent].strip() else b for b in body)
-    return text if 80 <= len(text) <= 900 and text.isascii() else None
+    return text if 60 <= len(text) <= 1600 and text.isascii() else None
 
 
 def package_licences() -> list[dict[str, str]]:

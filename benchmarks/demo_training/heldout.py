@@ -9,41 +9,57 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from .chat_format import render
 from .corpus import Corpus, load_corpus
-from .generators import CATEGORIES, CONVERSATIONS, RAW, RAW_CHARS, prompt_case, raw_text
+from .generators import (
+    CATEGORIES,
+    CONVERSATIONS,
+    LONG_SHARES,
+    RAW,
+    RAW_CHARS,
+    prompt_case,
+    raw_text,
+)
+from .generators.recall import distant_recall
+from .network import DemoModel
 from .packing import packed_rows
-from .phases import Run
 from .settings import Settings
-from .shape import ASSISTANT_ID, MTP_DEPTH, SHORT_ROW, STOP_IDS
+from .shape import ASSISTANT_ID, LONG_ROW, MTP_DEPTH, SHORT_ROW, STOP_IDS
 
 ROWS_FILE = "eval_rows.npz"
 PROMPTS_FILE = "eval_prompts.jsonl"
+RECALL_FILE = "eval_recall.jsonl"
+LONG_ROWS = "long"
 RAW_PROMPT_TOKENS = 160
 ROWS_AT_ONCE = 8
 
 
 def write_held_out(settings: Settings) -> None:
-    """Write rows of one category each, evaluation prompts and the sizes of the held-out corpus;
-    runs in its own process.
+    """Write rows of one category each, long rows, questions about codes far back and evaluation
+    prompts; runs in its own process.
     """
     tokenizer = Tokenizer.from_file(str(settings.pack / "tokenizer.json"))
     corpus = load_corpus(settings.pack, "eval", max_files=10**9)
-    data: dict[str, Any] = {}
-    for category in CATEGORIES:
-        rows = packed_rows(
-            random.Random(f"eval-{category}"),
-            corpus,
-            tokenizer,
-            length=SHORT_ROW + 2,
-            shares={category: 1},
-        )
-        data[category] = np.array([next(rows) for _ in range(settings.eval_rows)], dtype=np.uint16)
-    np.savez(settings.out / ROWS_FILE, **data)
+
+    def taken(seed: str, length: int, shares: dict[str, int], count: int) -> np.ndarray:
+        rows = packed_rows(random.Random(seed), corpus, tokenizer, length=length + 2, shares=shares)
+        return np.array([next(rows) for _ in range(count)], dtype=np.uint16)
+
+    data = {c: taken(f"eval-{c}", SHORT_ROW, {c: 1}, settings.eval_rows) for c in CATEGORIES}
     write_prompts(corpus, tokenizer, settings.out / PROMPTS_FILE, settings.prompts)
+    corpus.long_context = True
+    data[LONG_ROWS] = taken("eval-long", LONG_ROW, LONG_SHARES, settings.eval_rows)
+    np.savez(settings.out / ROWS_FILE, **data)
+    r = random.Random("distant recall")
+    items = [distant_recall(r, corpus) for _ in range(settings.prompts)]
+    lines = [
+        json.dumps({"prompt": render(m, generate=True), "answer": f"</think>{a}<|user|>"})
+        for m, a in items
+    ]
+    (settings.out / RECALL_FILE).write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) -> None:
@@ -78,18 +94,19 @@ def answer_mask(ids: Tensor, category: str) -> Tensor:
 
 
 @torch.no_grad()
-def teacher_forced(run: Run) -> dict[str, dict[str, Any]]:
-    """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows.
+def teacher_forced(
+    model: DemoModel, folder: Path, device: torch.device
+) -> dict[str, dict[str, Any]]:
+    """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows, in float32.
 
     Overlap is ``sum min(p, q)`` between the trunk's and the unrolled MTP's distributions over
     answer tokens at temperature 1: the expected acceptance where the chain so far is right.
     """
-    run.model.eval()
-    data = np.load(run.settings.out / ROWS_FILE)
+    data = np.load(folder / ROWS_FILE)
     report = {}
-    for category in data.files:
-        ids = torch.from_numpy(data[category].astype(np.int64)).to(run.device)
-        parts = [_row_sums(run, part, category) for part in ids.split(ROWS_AT_ONCE)]
+    for category in CATEGORIES:
+        ids = torch.from_numpy(data[category].astype(np.int64)).to(device)
+        parts = [_row_sums(model, part, category) for part in ids.split(ROWS_AT_ONCE)]
         sums = torch.stack(parts).sum(0)
         nll, count, answer_nll, entropy, top, answers = sums[:6].tolist()
         if not answers:
@@ -102,20 +119,16 @@ def teacher_forced(run: Run) -> dict[str, dict[str, Any]]:
             "top1_answer": round(top / answers, 4),
             "overlap_by_depth": [round(x, 4) for x in overlap],
         }
-        run.say(f"held out {category} {report[category]}")
     return report
 
 
-def _row_sums(run: Run, ids: Tensor, category: str) -> Tensor:
+def _row_sums(model: DemoModel, ids: Tensor, category: str) -> Tensor:
     """[6 + 2 depth] float64: sums that :func:`teacher_forced` divides."""
-    model, dtype = run.model, run.dtype
-    with run.autocast():
-        hidden = model.hidden(ids[:, :-1], dtype)
-        embedded = model.embed_tokens(ids[:, 1:-1])
-        outs = model.mtp.unroll(embedded, hidden[:, :-1], dtype, MTP_DEPTH)
-        head = model.lm_head.weight.to(dtype)
-        logits = F.linear(hidden.to(dtype), head).float()
-        drafts = [F.linear(out.to(dtype), head).float() for out in outs]
+    hidden = model.hidden(ids[:, :-1])
+    embedded = model.embed_tokens(ids[:, 1:-1])
+    outs = model.mtp.unroll(embedded, hidden[:, :-1], torch.float32, MTP_DEPTH)
+    logits = model.lm_head(hidden)
+    drafts = [model.lm_head(out) for out in outs]
     log_p = torch.log_softmax(logits, -1)
     p = log_p.exp()
     nll = -log_p.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from .network.layers import Mla
 from .phases import CLIP_NORM, Clock, Run, learning_rate, trunk_states
+from .storage import round_in_place, seen_as_stored
 
 QUERY_ROWS = 192
 PEAK_RATE = 1e-3
-FIRST_ROW = 256
+FIRST_ROW = 512
 """Query rows below see too few pools for a choice to matter."""
 
 
@@ -87,10 +88,15 @@ def scorer_loss(layer: Mla, x: Tensor, at: Tensor, top_k: int) -> tuple[Tensor, 
     return loss, kept.detach().mean() if active.any() else torch.ones((), device=x.device)
 
 
-def index_phase(run: Run) -> None:
-    """Train the scorers of every latent-attention layer, the MTP layer's included, on long rows."""
+def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
+    """Train the scorers of ``layers`` on long rows; all other weights stay.
+
+    Args:
+        run: the run.
+        layers: latent-attention layers, of the target or of the MTP layer.
+        names: names of the model's parameters that belong to their scorers.
+    """
     model = run.model
-    layers = [m for m in model.modules() if isinstance(m, Mla)]
     model.zero_grad(set_to_none=True)
     trained = [p for layer in layers for p in layer.indexer.parameters()]
     model.eval()
@@ -103,19 +109,21 @@ def index_phase(run: Run) -> None:
         if steps == 0:
             run.synchronize()
             clock.start()
-        losses, shares = _step_losses(run, layers, tap, top_k)
+        with seen_as_stored(model, names, True):
+            losses, shares = _step_losses(run, layers, tap, top_k)
+            torch.stack(losses).sum().backward()
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_RATE * learning_rate(clock.fraction(), 0.05)
-        optimizer.zero_grad(set_to_none=True)
-        torch.stack(losses).sum().backward()
+            group["lr"] = PEAK_RATE * learning_rate(clock, 0.05)
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
         steps += 1
         if steps % 50 == 0 or steps == -1:
             kept = [round(s.item(), 4) for s in shares]
             first_kept = first_kept or kept
             run.say(f"index {steps} loss {[round(x.item(), 3) for x in losses]} mass kept {kept}")
     tap.close()
+    round_in_place(model, names)
     run.synchronize()
     run.report["index"] = {"steps": steps, "seconds": round(clock.elapsed(), 1)}
     run.report["index"] |= {"mass_kept_untrained": first_kept, "mass_kept_last_logged": kept}
@@ -128,8 +136,9 @@ def _step_losses(
     ids = run.long.next()
     length = ids.shape[1] - 2
     hidden, embedded = trunk_states(run, ids)
-    with run.autocast():
-        run.model.mtp(embedded, hidden, run.dtype)
+    if run.model.mtp.self_attn in layers:
+        with run.autocast():
+            run.model.mtp(embedded, hidden, run.dtype)
     spread = torch.randperm(length - FIRST_ROW, device=run.device)[:QUERY_ROWS]
     at = (spread + FIRST_ROW).sort().values
     with run.autocast():

@@ -1,13 +1,12 @@
-"""The two training phases: trunk and MTP jointly, then the MTP layer alone, unrolled on its own
-states.
-"""
+"""The phases of both runs: the trunk alone, then the MTP layer alone, unrolled on its own states."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from .network import DemoModel
 from .network.functional import DraftTarget
 from .pool import Batches
 from .settings import Settings
-from .shape import MTP_DEPTH, SHORT_ROW
+from .shape import MARKERS, MTP_DEPTH, SHORT_ROW, VOCAB_SIZE
+from .storage import seen_as_stored
 
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
@@ -26,14 +26,18 @@ MIXER_RATE = 0.15
 """Learning-rate factor of ``hc_*_fn``: 1,024 inputs of unit size make Adam's steps large."""
 DEPTH_DECAY = 0.95
 WARM_STEPS = 4
-RESERVE_S = 40.0
-"""With ``total_s``: compiling the MTP phase, the held-out measures and the end of the run, measured
-on an H200 with room to spare."""
+WARM_UP = 0.02
+LOGGED_STEPS = 100
+PROGRESS_FILE = "progress.json"
 
 
 @dataclass(slots=True)
 class Run:
-    """What the phases share."""
+    """What the phases share.
+
+    Attributes:
+        export: writes the weights that this run trains.
+    """
 
     settings: Settings
     model: DemoModel
@@ -41,8 +45,8 @@ class Run:
     short: Batches
     long: Batches
     say: Callable[[str], None]
+    export: Callable[[], None]
     report: dict[str, Any] = field(default_factory=dict)
-    started: float = field(default_factory=time.monotonic)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,10 +59,6 @@ class Run:
             self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"
         )
 
-    def elapsed(self) -> float:
-        """Seconds since the run began."""
-        return time.monotonic() - self.started
-
     def synchronize(self) -> None:
         """Wait for the GPU."""
         if self.device.type == "cuda":
@@ -70,10 +70,15 @@ class Run:
 
 
 class Clock:
-    """Fraction of a phase's seconds that has passed; stands at zero until started."""
+    """Fraction of a phase's seconds that has passed; stands at its beginning until started.
 
-    def __init__(self, seconds: float):
-        self.seconds = seconds
+    Args:
+        seconds: of the whole phase.
+        begun: fraction that an earlier, broken run has done.
+    """
+
+    def __init__(self, seconds: float, begun: float = 0.0):
+        self.seconds, self.begun = seconds, begun
         self._start: float | None = None
 
     def start(self) -> None:
@@ -86,22 +91,56 @@ class Clock:
 
     def fraction(self) -> float:
         """0 to 1 and beyond."""
-        return self.elapsed() / self.seconds
+        return self.begun + self.elapsed() / self.seconds
+
+    def remaining(self) -> float:
+        """Seconds until the end."""
+        return (1 - self.fraction()) * self.seconds
 
 
-def learning_rate(fraction: float, warm_up: float) -> float:
-    """Linear warm-up, then linear to zero, as a factor of the peak."""
+def learning_rate(clock: Clock, warm_up: float = WARM_UP) -> float:
+    """Linear warm-up, then linear to zero, as a factor of the peak; a resumed phase warms up anew."""
+    fraction = clock.fraction()
     if fraction >= 1:
         return 0.0
-    return min(1.0, max(fraction, 1e-4) / warm_up) * (
-        1 - max(0.0, fraction - warm_up) / (1 - warm_up)
-    )
+    warm = min(1.0, max(fraction - clock.begun, 1e-4) / warm_up)
+    return warm * (1 - max(0.0, fraction - warm_up) / (1 - warm_up))
 
 
-def joint_optimizer(run: Run) -> torch.optim.AdamW:
+class Saver:
+    """Writes weights and progress of a running phase every ``save_s`` seconds."""
+
+    def __init__(self, run: Run, phase: str, clock: Clock):
+        self._run, self._phase, self._clock = run, phase, clock
+        self._last = time.monotonic()
+
+    def maybe(self) -> None:
+        """Save where it is time."""
+        if time.monotonic() - self._last >= self._run.settings.save_s:
+            self.now(self._clock.fraction())
+
+    def now(self, fraction: float) -> None:
+        """Save; the weights are whole before the progress speaks of them."""
+        self._run.export()
+        progress = {"phase": self._phase, "fraction": round(fraction, 4)}
+        path = self._run.settings.out / PROGRESS_FILE
+        _replace(path, json.dumps(progress | {"report": self._run.report}) + "\n")
+        self._run.say(f"{self._phase} saved at {fraction:.2f}")
+        self._last = time.monotonic()
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, "utf-8")
+    partial.rename(path)
+
+
+def trunk_optimizer(run: Run) -> torch.optim.AdamW:
     """AdamW in three groups: decayed matrices, slow mixer projections, and the rest."""
     matrices, mixers, rest = [], [], []
     for name, parameter in run.model.named_parameters():
+        if name.startswith("mtp.") or ".indexer." in name:
+            continue
         if name.endswith("_fn"):
             mixers.append(parameter)
         elif parameter.dim() >= 2 and not any(s in name for s in ("embed", "lm_head", "conv1d")):
@@ -119,78 +158,97 @@ def joint_optimizer(run: Run) -> torch.optim.AdamW:
     )
 
 
-def joint_losses(run: Run, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Trunk and MTP cross-entropy of rows [B, T + 2]."""
-    model, loss = run.model, run.model.kernels.next_token_loss
-    head, length = model.lm_head.weight, ids.shape[1] - 2
+def token_weights(ids: Tensor, prompt_weight: float) -> Tensor:
+    """Loss weight of the token behind every position of ids [B, T]: one inside assistant turns (end
+    marker included) and raw text, ``prompt_weight`` elsewhere.
+    """
+    weight = torch.full((VOCAB_SIZE,), prompt_weight, device=ids.device)
+    weight[[MARKERS.index("<|assistant|>"), MARKERS.index("<sop>")]] = 1.0
+    names = ("<|endoftext|>", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    markers = torch.tensor([MARKERS.index(n) for n in names], device=ids.device)
+    at = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(torch.isin(ids, markers), at, 0).cummax(1).values
+    return weight[ids.gather(1, last)]
+
+
+def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted and plain cross-entropy of rows [B, T + 2]."""
+    model, length = run.model, ids.shape[1] - 2
+    weights = token_weights(ids[:, :length], run.settings.prompt_weight)
     with run.autocast():
         hidden = model.hidden(ids[:, :length], run.dtype)
-        trunk = loss(hidden.flatten(0, 1), head, ids[:, 1 : length + 1].flatten(), run.dtype)
-        drafted = model.mtp(model.embed_tokens(ids[:, 1 : length + 1]), hidden, run.dtype)
-        mtp = loss(drafted.flatten(0, 1), head, ids[:, 2:].flatten(), run.dtype)
-    return trunk, mtp
+        loss: tuple[Tensor, Tensor] = model.kernels.next_token_loss(
+            hidden.flatten(0, 1),
+            model.lm_head.weight,
+            ids[:, 1 : length + 1].flatten(),
+            weights.flatten(),
+            run.dtype,
+        )
+    return loss
 
 
-def joint_phase(run: Run) -> None:
-    """Train everything on short rows; in the last ``long_ratio`` of the time every second batch has
-    long rows.
+def trunk_phase(run: Run, begun: float = 0.0) -> None:
+    """Train the target on short rows; in the last ``long_ratio`` of the time every second batch has
+    long rows, in the last ``rounded_ratio`` products see the weights as they will be stored.
     """
     s, model = run.settings, run.model
-    optimizer = joint_optimizer(run)
-    clock = Clock(s.joint_s)
+    optimizer = trunk_optimizer(run)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    clock = Clock(s.trunk_s, begun)
+    saver = Saver(run, "trunk", clock)
     model.train()
 
-    def step(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
         for group in optimizer.param_groups:
-            group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock.fraction(), 0.02)
+            group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock)
         optimizer.zero_grad(set_to_none=True)
-        trunk, mtp = joint_losses(run, ids)
-        (trunk + s.mtp_weight * mtp).backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        with seen_as_stored(model, trunk_names(model), clock.fraction() >= 1 - s.rounded_ratio):
+            weighted, plain = trunk_loss(run, ids)
+            weighted.backward()
+        nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
-        balance(model.moes())
-        return trunk.detach(), mtp.detach(), norm
+        balance(moe for moe in model.moes() if moe is not model.mtp.mlp)
+        return weighted.detach(), plain
 
     for source in (run.short, run.long):  # compile both row lengths before the clock runs
         for _ in range(WARM_STEPS):
-            trunk, mtp, _ = step(source.next())
-        run.say(f"joint warm-up: loss {trunk.item():.3f} mtp {mtp.item():.3f}")
+            weighted, _ = step(source.next())
+        run.say(f"trunk warm-up: loss {weighted.item():.3f}")
     run.synchronize()
-    if s.total_s:
-        clock.seconds = s.total_s - run.elapsed() - s.mtp_s - s.index_s - RESERVE_S
-        if clock.seconds <= 0:
-            raise ValueError(
-                f"total_s {s.total_s:.0f} leaves the joint phase {clock.seconds:.0f} s after "
-                f"{run.elapsed():.0f} s of compiling: raise total_s or shorten the other phases"
-            )
-    run.say(f"joint starts, {clock.seconds:.0f} s; memory {run.memory_gib():.1f} GiB")
+    run.say(f"trunk starts, {clock.remaining():.0f} s; memory {run.memory_gib():.1f} GiB")
     clock.start()
     steps = long_steps = tokens = 0
     curve = []
     while clock.fraction() < 1:
         is_long = clock.fraction() >= 1 - s.long_ratio and steps % 2 == 0
         ids = (run.long if is_long else run.short).next()
-        trunk, mtp, norm = step(ids)
+        weighted, plain = step(ids)
         steps, long_steps = steps + 1, long_steps + is_long
         tokens += ids.shape[0] * (ids.shape[1] - 2)
-        if steps % 201 == 0 or steps == 1:
-            loss = (round(trunk.item(), 4), round(mtp.item(), 4))
-            curve.append({"step": steps, "tokens": tokens, "loss": loss[0], "mtp_loss": loss[1]})
-            rate = tokens / clock.elapsed()
+        if steps % LOGGED_STEPS == 0 or steps == 1:
+            loss = (round(weighted.item(), 4), round(plain.item(), 4))
+            curve.append({"step": steps, "tokens": tokens, "weighted": loss[0], "loss": loss[1]})
             run.say(
-                f"joint {steps} loss {loss[0]} mtp {loss[1]} norm {norm.item():.2f} "
-                f"{tokens / 1e6:.1f} M tokens {rate:.0f}/s long steps {long_steps}"
+                f"trunk step {steps} loss {loss[1]} weighted {loss[0]} {tokens / 1e6:.1f} M tokens "
+                f"{tokens / clock.elapsed():.0f}/s long {long_steps} eta {clock.remaining():.0f} s"
             )
+        saver.maybe()
     run.synchronize()
-    seconds = clock.elapsed()
-    run.report["joint"] = {
+    run.report["trunk"] = {
         "steps": steps,
         "long_steps": long_steps,
         "tokens": tokens,
-        "seconds": round(seconds, 1),
+        "seconds": round(clock.elapsed(), 1),
+        "begun": begun,
         "curve": curve,
     }
-    run.say(f"joint done: {steps} steps ({long_steps} long), {tokens} tokens, {seconds:.1f} s")
+    run.say(f"trunk done: {steps} steps ({long_steps} long), {tokens} tokens")
+    saver.now(1.0)
+
+
+def trunk_names(model: DemoModel) -> list[str]:
+    """Parameters of the target."""
+    return [name for name, _ in model.named_parameters() if not name.startswith("mtp.")]
 
 
 def balance(moes: Iterable[Any]) -> None:
@@ -211,51 +269,78 @@ def trunk_states(run: Run, ids: Tensor) -> tuple[Tensor, Tensor]:
         return hidden, run.model.embed_tokens(ids[:, 1 : length + 1]).detach()
 
 
-def mtp_phase(run: Run) -> None:
+def _draft_batches(run: Run, sampled: Tensor) -> Iterator[Tensor]:
+    """Rows for the drafter, half from the corpus and half written by the trunk itself."""
+    count = run.settings.mtp_rows
+    while True:
+        for part in run.short.next().split(count):
+            yield part
+            if len(sampled):
+                at = torch.randint(len(sampled), (count,), device=run.device)
+                yield sampled[at].long()
+
+
+def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
     """Train the MTP layer on the frozen trunk, ``MTP_DEPTH`` recursive steps for every position at
     once.
+
+    Args:
+        run: the run; its trunk has the weights that will be served.
+        sampled: [R, T + 2] rows that the trunk wrote, perhaps none.
+        begun: fraction that an earlier run has done.
     """
     s, model, mtp = run.settings, run.model, run.model.mtp
     model.zero_grad(set_to_none=True)
     fused = run.device.type == "cuda"
+    trained = [p for name, p in mtp.named_parameters() if ".indexer." not in name]
     optimizer = torch.optim.AdamW(
-        mtp.parameters(), s.mtp_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
+        trained, s.mtp_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
     )
-    batches = (part for _ in itertools.count() for part in run.short.next().split(s.mtp_rows))
+    batches = _draft_batches(run, sampled)
     # Row i of step k has a whole chain behind it from i = k - 1 on; the last row has no trunk
     # distribution after it.
     at = torch.arange(SHORT_ROW, device=run.device).repeat(s.mtp_rows)
     keeps = [((at >= k) & (at < SHORT_ROW - 1)).float() for k in range(MTP_DEPTH)]
     weights = torch.tensor([DEPTH_DECAY**k for k in range(MTP_DEPTH)], device=run.device)
-    clock = Clock(s.mtp_s)
+    names = [f"mtp.{name}" for name, _ in mtp.named_parameters()]
+    clock = Clock(s.drafter_s, begun)
+    saver = Saver(run, "drafter", clock)
     steps = -2  # two warm-up steps
-    overlap: list[float] = []
+    curve = []
     while clock.fraction() < 1:
         if steps == 0:
             run.synchronize()
             clock.start()
-            run.say(f"mtp starts; memory {run.memory_gib():.1f} GiB")
+            run.say(f"drafter starts, {clock.remaining():.0f} s; memory {run.memory_gib():.1f} GiB")
         for group in optimizer.param_groups:
-            group["lr"] = s.mtp_learning_rate * learning_rate(clock.fraction(), 0.05)
-        losses = _draft_losses(run, next(batches), keeps)
-        torch.stack([loss for loss, _ in losses]).dot(weights).backward()
-        nn.utils.clip_grad_norm_(mtp.parameters(), CLIP_NORM)
+            group["lr"] = s.mtp_learning_rate * learning_rate(clock, 0.05)
+        with seen_as_stored(model, names, clock.fraction() >= 1 - s.rounded_ratio):
+            losses = _draft_losses(run, next(batches), keeps)
+            torch.stack([loss for loss, _ in losses]).dot(weights).backward()
+        nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         mtp.mlp.balance()
         steps += 1
-        if steps % 100 == 0 or steps == 1:
+        if steps % LOGGED_STEPS == 0 or steps == 1:
             overlap = [round(o.item(), 3) for _, o in losses]
-            run.say(f"mtp {steps} overlap by depth {overlap}")
+            curve.append({"step": steps, "overlap": overlap})
+            rate = steps * s.mtp_rows * SHORT_ROW / max(clock.elapsed(), 1e-3)
+            run.say(
+                f"drafter step {steps} overlap {overlap} {rate:.0f} tokens/s "
+                f"eta {clock.remaining():.0f} s"
+            )
+        saver.maybe()
     run.synchronize()
-    tokens = steps * s.mtp_rows * SHORT_ROW
-    run.report["mtp"] = {
+    run.report["drafter"] = {
         "steps": steps,
-        "tokens": tokens,
+        "tokens": steps * s.mtp_rows * SHORT_ROW,
         "seconds": round(clock.elapsed(), 1),
-        "last_logged_overlap": overlap,
+        "begun": begun,
+        "curve": curve,
     }
-    run.say(f"mtp done: {steps} steps, {tokens} tokens")
+    run.say(f"drafter done: {steps} steps")
+    saver.now(1.0)
 
 
 def _draft_losses(run: Run, ids: Tensor, keeps: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

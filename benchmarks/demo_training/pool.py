@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus import load_corpus
-from .generators import TOKEN_SHARES
+from .generators import LONG_SHARES, TOKEN_SHARES
 from .packing import packed_rows
 from .settings import Settings
 from .shape import LONG_ROW, SHORT_ROW
@@ -31,6 +31,7 @@ from .shape import LONG_ROW, SHORT_ROW
 BLOCK_TOKENS = 131_072
 MAX_WAITING_BLOCKS = 24
 SHUFFLED_BATCHES = 16
+SCRAMBLED_FUNCTIONS = 0.35
 EXTRA_TARGETS = 2
 """A row carries the targets of its last position: the next token and the one after it."""
 
@@ -41,14 +42,14 @@ def produce(index: int, settings: Settings, long: bool) -> None:
     tokenizer = Tokenizer.from_file(str(settings.pack / "tokenizer.json"))
     base = settings.seed * 1000
     corpus = load_corpus(settings.pack, "train", max_files=settings.files, seed=base + index)
-    corpus.long_context = long
+    corpus.long_context, corpus.scramble = long, SCRAMBLED_FUNCTIONS
     length, kind = (LONG_ROW, "long") if long else (SHORT_ROW, "short")
     rows = packed_rows(
         random.Random(f"train-{base}-{index}"),
         corpus,
         tokenizer,
         length=length + EXTRA_TARGETS,
-        shares=TOKEN_SHARES,
+        shares=LONG_SHARES if long else TOKEN_SHARES,
     )
     pool, number = settings.pool, 0
     while pool.is_dir():

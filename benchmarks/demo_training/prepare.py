@@ -2,9 +2,10 @@
 minute.
 
 ``python -m benchmarks.demo_training.prepare UNPACKED PACK``, where UNPACKED holds the unpacked
-Debian packages ``wordnet-base`` and ``python3.11-doc``::
+Debian packages ``wordnet-base`` and ``python3.11-doc`` and the manuals of ``prose.MANUALS``::
 
-    apt-get download wordnet-base python3.11-doc
+    apt-get download wordnet-base python3.11-doc postgresql-doc-15 python-django-doc \\
+        python-sqlalchemy-doc sqlite3-doc
     for d in *.deb; do dpkg -x $d UNPACKED; done
 """
 
@@ -18,7 +19,10 @@ import re
 import textwrap
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from .corpus import load_corpus
+from .prose import MANUALS, examples, manuals
 from .vocabulary import save_tokenizer, train_tokenizer
 
 NUM_GLOSSES = 30_000
@@ -85,14 +89,25 @@ def notices(unpacked: Path) -> dict[str, str]:
     section = source.read_text("utf-8").split("PSF LICENSE AGREEMENT FOR PYTHON |release|", 1)[1]
     block = section.split(".. parsed-literal::", 1)[1].split("\n\n\n", 1)[0]
     psf = textwrap.dedent(block).strip().replace("|release|", "3.11")
-    return {
+    texts = {
         "WordNet-3.0.txt": "\n".join(wordnet).strip() + "\n",
         "PSF-2.0.txt": "PSF LICENSE AGREEMENT FOR PYTHON 3.11\n\n" + psf + "\n",
     }
+    for package in MANUALS:
+        copyright_file = unpacked / "usr/share/doc" / package / "copyright"
+        texts[f"{package}.txt"] = copyright_file.read_text("utf-8")
+    return texts
 
 
-def prepare(unpacked: Path, pack: Path) -> None:
-    """Write glosses, documentation, licence texts and the tokenizer into ``pack``."""
+def prepare(unpacked: Path, pack: Path, tokenizer: Path | None = None) -> None:
+    """Write glosses, documentation, prose, licence texts and the tokenizer into ``pack``.
+
+    Args:
+        unpacked: folder with the unpacked Debian packages.
+        pack: folder to write.
+        tokenizer: a ``tokenizer.json`` to keep, so that an edition's token ids stay those of the one
+            before; None = train one.
+    """
     pack.mkdir(parents=True, exist_ok=True)
     words = glosses(unpacked / "usr/share/wordnet")
     with lzma.open(pack / "wordnet.tsv.xz", "wt", preset=9, encoding="utf-8") as f:
@@ -100,10 +115,21 @@ def prepare(unpacked: Path, pack: Path) -> None:
     docs = documentation(unpacked / "usr/share/doc/python3.11/html")
     with lzma.open(pack / "docs.jsonl.xz", "wt", preset=9, encoding="utf-8") as f:
         f.writelines(json.dumps(d, ensure_ascii=False) + "\n" for d in docs)
+    prose = list(manuals(unpacked))
+    prose += [("wordnet-base", t) for t in examples(unpacked / "usr/share/wordnet", PARTS)]
+    with lzma.open(pack / "prose.jsonl.xz", "wt", preset=9, encoding="utf-8") as f:
+        f.writelines(
+            json.dumps({"key": f"{package}-{i}", "text": text}, ensure_ascii=False) + "\n"
+            for i, (package, text) in enumerate(prose)
+        )
     for name, text in notices(unpacked).items():
         (pack / name).write_text(text, "utf-8")
     characters = sum(len(d["text"]) for d in docs)
     print(f"{len(words)} glosses, {len(docs)} documents, {characters / 1e6:.1f} M characters")
+    print(f"{len(prose)} pages of prose, {sum(len(t) for _, t in prose) / 1e6:.1f} M characters")
+    if tokenizer is not None:
+        save_tokenizer(Tokenizer.from_file(str(tokenizer)), pack)
+        return
     corpus = load_corpus(pack, "train", max_files=1500)
     save_tokenizer(train_tokenizer(corpus), pack)
     print(f"tokenizer trained; code by package {corpus.characters}")
@@ -114,8 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="pack texts and train the tokenizer")
     parser.add_argument("unpacked", type=Path, help="folder with the unpacked Debian packages")
     parser.add_argument("pack", type=Path, help="folder to write")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to keep instead of training")
     args = parser.parse_args()
-    prepare(args.unpacked, args.pack)
+    prepare(args.unpacked, args.pack, args.tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Settings of one training run; every number that changes the weights is here or in ``shape``."""
+"""Settings of the training runs; every number that changes the weights is here, in ``shape`` or in
+``generators``."""
 
 from __future__ import annotations
 
@@ -15,49 +16,53 @@ class Settings:
 
     Attributes:
         pack: folder written by ``prepare``.
-        out: folder for shards, log, summary, held-out losses and evaluation prompts.
+        out: folder for shards, log, report, held-out rows and evaluation figures.
         pool: shared-memory folder for rows on their way to the GPU; emptied at start and end.
-        joint_s: trunk and MTP together.
-        long_ratio: last part of the joint phase, where every second batch has rows of 4,096 tokens.
-        mtp_s: MTP alone, unrolled.
-        index_s: index scorers alone, on rows of 4,096 tokens.
-        total_s: wall seconds of the whole run; when given, the joint phase takes what the others
-            leave of it and ``joint_s`` is not used.
-        rows: rows of 1,024 tokens a joint step; long steps keep the number of tokens.
-        mtp_rows: rows a step of the MTP phase.
-        learning_rate: peak of the joint phase.
-        mtp_learning_rate: peak of the MTP phase.
-        mtp_weight: weight of the MTP loss in the joint phase.
+        trunk_s: the target part.
+        long_ratio: last part of the trunk's time, where every second batch has rows of 4,096
+            tokens.
+        rounded_ratio: last part of the time of trunk and drafter, where products see the weights
+            as they will be stored (NVFP4 and FP8), straight-through.
+        index_s: index scorers alone, on rows of 4,096 tokens, in each of the two runs.
+        sample_s: text drawn from the finished trunk, for the drafter to train on.
+        drafter_s: MTP layer alone, unrolled.
+        rows: rows of 1,024 tokens a trunk step; long steps keep the number of tokens.
+        mtp_rows: rows a step of the drafter run.
+        sample_rows: rows drawn from the trunk at a time.
+        learning_rate: peak of the trunk run.
+        mtp_learning_rate: peak of the drafter run.
+        prompt_weight: loss weight of tokens that no assistant writes: prompts, tools, results.
         workers: producer processes; a quarter of them, at least one, make long rows.
         files: source files that each producer reads.
         eval_rows: held-out rows a category.
-        prompts: evaluation prompts a category.
+        prompts: held-out evaluation prompts a category.
         seed: of the weights and the data.
         backend: ``torch.compile`` backend, or ``none``.
-        resume: folder with the weights and ``summary.json`` of an earlier run, or none; its weights
-            replace the initial ones. The optimiser starts anew; choose another seed for other data.
+        save_s: seconds between two checkpoints of a running phase.
     """
 
     pack: Path
     out: Path
     pool: Path = Path("/dev/shm/flare_demo_rows")
-    joint_s: float = 600.0
+    trunk_s: float = 420.0
     long_ratio: float = 0.3
-    mtp_s: float = 170.0
-    index_s: float = 25.0
-    total_s: float = 0.0
+    rounded_ratio: float = 0.15
+    index_s: float = 20.0
+    sample_s: float = 50.0
+    drafter_s: float = 330.0
     rows: int = 64
     mtp_rows: int = 32
+    sample_rows: int = 2048
     learning_rate: float = 2e-3
     mtp_learning_rate: float = 1.5e-3
-    mtp_weight: float = 0.3
+    prompt_weight: float = 0.25
     workers: int = 13
     files: int = 900
     eval_rows: int = 24
-    prompts: int = 24
+    prompts: int = 200
     seed: int = 1
     backend: str = "inductor"
-    resume: Path | None = None
+    save_s: float = 90.0
 
     def __post_init__(self) -> None:
         if self.rows % self.mtp_rows or self.workers < 2:
@@ -77,13 +82,17 @@ class Settings:
         return max(1, self.workers // 4)
 
 
-def parse_settings(description: str) -> Settings:
-    """Settings from the command line: two folders, then ``--name value`` for every other field."""
-    parser = argparse.ArgumentParser(description=description)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Two folders, then ``--name value`` for every other field of `Settings`."""
     parser.add_argument("pack", type=Path)
     parser.add_argument("out", type=Path)
     for field in fields(Settings)[2:]:
         default = field.default
-        kind = Path if default is None or isinstance(default, Path) else type(default)
-        parser.add_argument("--" + field.name.replace("_", "-"), type=kind, default=default)
-    return Settings(**vars(parser.parse_args()))
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"), type=type(default), default=default
+        )
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Settings from parsed options; options of other names are left alone."""
+    return Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})

@@ -138,7 +138,7 @@ def _attention(kinds: str) -> dict[str, Any]:
         "mla_use_nope": True,
         "index_n_heads": 16,
         "index_head_dim": 128,
-        "index_topk": 2048,
+        "index_topk": 512,
         "index_kpool": 4,
         "index_kpool_compress": True,
         "index_kpool_always_select_tail": True,

@@ -1,67 +1,71 @@
-"""Trains the demo checkpoint on one GPU: ``python -m benchmarks.demo_training.train PACK OUT
-[options]``.
+"""Trains one part of the demo checkpoint on one GPU: ``python -m benchmarks.demo_training.train
+{trunk,drafter} PACK OUT [options]``.
 
-Phases: trunk and MTP jointly; the MTP layer alone, unrolled; the index scorers. Then the held-out
-    measures. OUT gets shards
-of at most 14 MiB (``assemble`` joins them), ``log.txt``, ``summary.json``, ``eval.json`` and
-``eval_prompts.jsonl``. On a host without a GPU the same code runs in float32, for tests of the
-pipeline.
+``trunk`` trains the target and its index scorers, ``drafter`` draws text from that target and trains
+the MTP layer and its scorer on it; each is a process of its own, within ten minutes, and leaves shards
+of at most 14 MiB in OUT (``assemble`` joins them) beside its log and report. A part that was broken off
+goes on from its shards when it is started again with ``--resume FOLDER`` (a copy of that OUT). On a host
+without a GPU the same code runs in float32, for tests of the pipeline.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
 import platform
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from .assemble import load_shards
 from .corpus import load_corpus, package_licences
-from .generators import TOKEN_SHARES
-from .heldout import teacher_forced, write_held_out
+from .generation import continued
+from .generators import LONG_SHARES, TOKEN_SHARES
+from .heldout import write_held_out
 from .index_phase import index_phase
-from .network import DemoModel, Kernels, from_published, to_published
-from .phases import Run, joint_phase, mtp_phase
+from .network import DemoModel, Kernels, from_published, is_drafter, to_published
+from .network.layers import Mla
+from .phases import PROGRESS_FILE, Clock, Run, drafter_phase, trunk_names, trunk_phase
 from .pool import Batches, start_producers, stop_producers
-from .settings import Settings, parse_settings
-from .shape import text_config
+from .settings import Settings, add_options, settings_of
+from .shape import MTP_DEPTH, SHORT_ROW, text_config
+from .speculative import Sampling
+from .storage import round_in_place
 
 SHARD_BYTES = 14 * 2**20
+PARTS = ("trunk", "drafter")
+SAMPLED_PREFIXES = (48, 96, 192, 384)
+"""Corpus tokens in front of text that the trunk writes."""
 
 
-def export(model: DemoModel, folder: Path, name: str) -> None:
-    """Write the published tensors as ``name-0.safetensors``, ..., each within ``SHARD_BYTES``."""
+def export(model: DemoModel, folder: Path, part: str) -> None:
+    """Write the published tensors of one part as ``PART-0.safetensors``, ..., each within
+    ``SHARD_BYTES`` and whole from the moment it has its name.
+    """
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for key, tensor in to_published(model).items():
+        if is_drafter(model, key) != (part == "drafter"):
+            continue
         if size + tensor.nbytes > SHARD_BYTES:
             shards.append({})
             size = 0
         shards[-1][key] = tensor
         size += tensor.nbytes
     for i, shard in enumerate(shards):
-        save_file(shard, folder / f"{name}-{i}.safetensors", metadata={"format": "pt"})
-
-
-def build_model(settings: Settings, device: torch.device) -> DemoModel:
-    """The model with its seeded initial weights, or those of the run that is resumed."""
-    torch.set_float32_matmul_precision(
-        "high"
-    )  # TF32 for the float32 products of mixer and delta rule
-    torch.manual_seed(settings.seed)
-    kernels = Kernels() if settings.backend == "none" else Kernels.compiled(settings.backend)
-    model = DemoModel(text_config(), kernels)
-    if settings.resume:
-        from_published(model, load_shards(settings.resume))
-    return model.to(device)
+        partial_file = folder / f"writing-{part}-{i}"
+        save_file(shard, partial_file, metadata={"format": "pt"})
+        partial_file.rename(folder / f"{part}-{i}.safetensors")
 
 
 def logger(path: Path) -> Callable[[str], None]:
@@ -77,10 +81,10 @@ def logger(path: Path) -> Callable[[str], None]:
     return say
 
 
-def versions(device: torch.device) -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Software and device of the run."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return {"python": platform.python_version(), "torch": torch.__version__, "device": name}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"python": platform.python_version(), "torch": torch.__version__, "device": device}
 
 
 def machine() -> dict[str, Any]:
@@ -97,92 +101,164 @@ def machine() -> dict[str, Any]:
     }
 
 
-def corpus_report(settings: Settings) -> dict[str, Any]:
-    """What one producer of this run read; every producer reads another random choice of files."""
+def write_corpus_report(settings: Settings) -> None:
+    """Write ``corpus.json``, what one producer of this run read (every producer reads another random
+    choice of files); runs in its own process beside the training.
+    """
     corpus = load_corpus(
         settings.pack, "train", max_files=settings.files, seed=settings.seed * 1000 + 999
     )
-    return {
+    report = {
         "files": len(corpus.code),
         "functions": len(corpus.functions),
         "docs": len(corpus.docs),
         "docs_characters": sum(map(len, corpus.docs)),
+        "prose": len(corpus.prose),
+        "prose_characters": sum(map(len, corpus.prose)),
         "docstrings": len(corpus.docstrings),
         "docstring_characters": sum(map(len, corpus.docstrings)),
         "characters_by_package": dict(sorted(corpus.characters.items(), key=lambda x: -x[1])),
         "licences": package_licences(),
     }
+    _write_json(settings.out / "corpus.json", report)
 
 
-def write_corpus_report(settings: Settings) -> None:
-    """Write ``corpus.json``; runs in its own process beside the training."""
-    _write_json(settings.out / "corpus.json", corpus_report(settings))
-
-
-def train(settings: Settings) -> None:
-    """The whole run."""
-    settings.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    say = logger(settings.out / "log.txt")
-    producers = start_producers(settings)
+def side_processes(settings: Settings) -> list[BaseProcess]:
+    """Start the writers of held-out data and of the corpus report."""
     context = get_context("fork")
-    side = [
+    side: list[BaseProcess] = [
         context.Process(target=f, args=(settings,)) for f in (write_held_out, write_corpus_report)
     ]
     for process in side:
         process.start()
+    return side
+
+
+def train(part: str, settings: Settings, resume: Path | None) -> None:
+    """One part, from producers to shards and report."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    say = logger(settings.out / f"log-{part}.txt")
+    producers = start_producers(settings)
+    side = side_processes(settings) if part == "trunk" else []
     try:
-        run = _trained(settings, say, started)
+        run = _run(part, settings, say)
+        run.report |= {
+            "settings": {k: str(v) for k, v in dataclasses.asdict(settings).items()},
+            "versions": versions(),
+            "machine": machine(),
+            "shares": TOKEN_SHARES,
+            "long_shares": LONG_SHARES,
+        }
+        say(f"{run.report['versions']} {run.report['settings']}")
+        (_trunk if part == "trunk" else _drafter)(run, resume)
     finally:
         stop_producers(settings, producers)
-    bias = {n: b.tolist() for n, b in run.model.named_buffers() if n.endswith("correction_bias")}
-    _write_json(settings.out / "summary.json", run.report | {"router_bias": bias})
+    _write_json(settings.out / f"report-{part}.json", run.report)
     for process in side:
         process.join()
         if process.exitcode:
             raise RuntimeError(
                 f"the held-out or corpus process ended with {process.exitcode}: see its error above"
             )
-    torch.compiler.set_stance("force_eager")  # few rows: not worth new compiled shapes
-    _write_json(settings.out / "eval.json", teacher_forced(run))
-    say("finished")
+    say(f"{part} finished")
 
 
-def _trained(settings: Settings, say: Callable[[str], None], started: float) -> Run:
-    """Run the phases; shards are written after each, so a broken run leaves the last whole one."""
+def _run(part: str, settings: Settings, say: Callable[[str], None]) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(settings, device)
+    torch.set_float32_matmul_precision("high")  # TF32 for the products of mixer and delta rule
+    torch.manual_seed(settings.seed)
+    kernels = Kernels() if settings.backend == "none" else Kernels.compiled(settings.backend)
+    model = DemoModel(text_config(), kernels).to(device)
     short = Batches(settings, "short", settings.rows, device)
     long = Batches(settings, "long", settings.long_rows, device)
-    run = Run(settings, model, device, short, long, say, started=started)
+    run = Run(settings, model, device, short, long, say, partial(export, model, settings.out, part))
     total, mtp = (sum(p.numel() for p in m.parameters()) for m in (model, model.mtp))
-    run.report |= {
-        "settings": {k: str(v) for k, v in dataclasses.asdict(settings).items()},
-        "versions": versions(device),
-        "machine": machine(),
-        "shares": TOKEN_SHARES,
-        "parameters": {"total": total, "target": total - mtp, "mtp": mtp},
-    }
-    if settings.resume:
-        previous = json.loads((settings.resume / "summary.json").read_text())
-        kept = {k: previous[k] for k in ("settings", "versions", "shares", "joint", "mtp", "index")}
-        run.report["earlier"] = [*previous.get("earlier", []), kept]
-    say(f"{run.report['parameters']} {run.report['versions']} {run.report['settings']}")
-    phases = (
-        (joint_phase, settings.total_s or settings.joint_s),
-        (mtp_phase, settings.mtp_s),
-        (index_phase, settings.index_s),
-    )
-    for phase, seconds in phases:
-        if seconds > 0:
-            phase(run)
-            export(model, settings.out, "model")
+    run.report["parameters"] = {"total": total, "target": total - mtp, "mtp": mtp}
     return run
+
+
+def _begun(part: str, resume: Path | None) -> float:
+    """Fraction of a part that the run in ``resume`` has done."""
+    path = resume / PROGRESS_FILE if resume else None
+    if path is None or not path.exists():
+        return 0.0
+    progress = json.loads(path.read_text())
+    return float(progress["fraction"]) if progress["phase"] == part else 0.0
+
+
+def _trunk(run: Run, resume: Path | None) -> None:
+    begun = _begun("trunk", resume)
+    if resume and begun:
+        from_published(run.model, load_shards(resume, "trunk"), drafter=False)
+        run.say(f"trunk resumed at {begun:.2f}")
+    if begun < 1:
+        trunk_phase(run, begun)
+    names = trunk_names(run.model)
+    round_in_place(run.model, names)
+    layers = [m for m in run.model.layers.modules() if isinstance(m, Mla)]
+    index_phase(run, layers, [n for n in names if ".indexer." in n])
+    run.export()
+
+
+def _drafter(run: Run, resume: Path | None) -> None:
+    model = run.model
+    from_published(model, load_shards(run.settings.out, "trunk"), drafter=False)
+    round_in_place(model, trunk_names(model))
+    begun = _begun("drafter", resume)
+    if resume and begun:
+        from_published(
+            model, load_shards(run.settings.out, "trunk") | load_shards(resume, "drafter")
+        )
+        run.say(f"drafter resumed at {begun:.2f}")
+    sampled = sampled_rows(run)
+    if begun < 1:
+        drafter_phase(run, sampled, begun)
+    names = [f"mtp.{name}" for name, _ in model.mtp.named_parameters()]
+    round_in_place(model, names)
+    index_phase(run, [model.mtp.self_attn], [n for n in names if ".indexer." in n])
+    run.export()
+
+
+def sampled_rows(run: Run) -> Tensor:
+    """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at the default
+    sampling, as many as ``sample_s`` allows.
+    """
+    plain = DemoModel(run.model.config).to(run.device)
+    plain.load_state_dict(run.model.state_dict())
+    sampling = Sampling(1.0, 0.95, MTP_DEPTH, SHORT_ROW, frozenset())
+    clock = Clock(run.settings.sample_s)
+    clock.start()
+    parts = [torch.zeros(0, SHORT_ROW + 2, dtype=torch.int32, device=run.device)]
+    own = 0
+    while clock.fraction() < 1:
+        given = SAMPLED_PREFIXES[(len(parts) - 1) % len(SAMPLED_PREFIXES)]
+        begin = torch.cat(
+            [run.short.next() for _ in range(-(-run.settings.sample_rows // run.settings.rows))]
+        )[: run.settings.sample_rows, :given]
+        rows = continued(plain, begin, SHORT_ROW + 2, sampling)
+        parts.append(rows.int())
+        own += rows.shape[0] * (rows.shape[1] - given)
+        run.say(f"trunk wrote {own / 1e6:.2f} M tokens, {own / clock.elapsed():.0f}/s")
+        if clock.elapsed() * len(parts) / max(len(parts) - 1, 1) > clock.seconds:
+            break  # one more batch would not fit
+    run.report["sampled"] = {"rows": sum(map(len, parts)), "trunk_tokens": own}
+    run.report["sampled"]["seconds"] = round(clock.elapsed(), 1)
+    return torch.cat(parts)
 
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
+def main() -> None:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("part", choices=PARTS)
+    add_options(parser)
+    parser.add_argument("--resume", type=Path, help="OUT of the run that was broken off")
+    args = parser.parse_args()
+    train(args.part, settings_of(args), args.resume)
+
+
 if __name__ == "__main__":
-    train(parse_settings(__doc__.split("\n", 1)[0]))
+    main()

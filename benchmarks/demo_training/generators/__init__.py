@@ -36,23 +36,32 @@ CATEGORIES = (*CONVERSATIONS, *RAW)
 
 TOKEN_SHARES = {
     "chat": 6,
-    "define": 7,
-    "story": 5,
+    "define": 9,
+    "story": 4,
     "math": 8,
-    "json": 11,
-    "tool": 19,
-    "edit": 18,
+    "json": 9,
+    "tool": 14,
+    "edit": 24,
     "recall": 5,
-    "code": 15,
-    "docs": 6,
+    "code": 13,
+    "docs": 8,
 }
-"""Per cent of training tokens. The templated categories are learnt early; docs is small because its
-text is (11 MB).
+"""Per cent of training tokens. Templates are learnt early; exact copying of edited functions takes
+the most.
 """
+LONG_SHARES = TOKEN_SHARES | {
+    "recall": 16,
+    "edit": 20,
+    "tool": 12,
+    "define": 5,
+    "json": 8,
+    "math": 5,
+}
+"""The same for rows of 4,096 tokens."""
 
 RAW_CHARS = 3200
 RAW_CHARS_LONG = 12000
-DOCSTRING_SHARE = 0.5
+DOCSTRING_SHARE, PROSE_SHARE = 0.5, 0.4
 EFFORTS = ("Max", "Max", "High", "Low")
 
 
@@ -70,6 +79,8 @@ def example(category: str, r: random.Random, corpus: Corpus) -> str:
         length = RAW_CHARS_LONG if corpus.long_context else RAW_CHARS
         if category == "code":
             return raw_text(r, corpus.code, length)
+        if corpus.prose and r.random() < PROSE_SHARE:
+            return raw_text(r, corpus.prose, length)
         docstrings = corpus.docstrings and r.random() < DOCSTRING_SHARE
         return raw_text(r, corpus.docstrings if docstrings else corpus.docs, length)
     conversation = with_system_prompt(r, CONVERSATIONS[category](r, corpus))

@@ -18,6 +18,7 @@ from ..wordlists import (
     PLACES,
     THINGS,
     first_name,
+    plural,
     with_article,
 )
 from .base import Conversation, assistant, turn_count, user
@@ -213,6 +214,78 @@ def _snippet(r: random.Random) -> Exchange:
     return Exchange(question, f"```python\n{code}\n```")
 
 
+def _letters(r: random.Random) -> Exchange:
+    word = r.choice(ANIMALS + THINGS + PLACES)
+    counted = ", ".join(f"{c} {i}" for i, c in enumerate(word, 1))
+    question = r.choice((f"How many letters does {word} have?", f"Count the letters of {word}."))
+    return Exchange(question, f"The word {word} has {len(word)} letters.", f"{counted}.")
+
+
+def _first_letter(r: random.Random) -> Exchange:
+    word, (name, at) = r.choice(ANIMALS + THINGS), r.choice((("first", 0), ("last", -1)))
+    return Exchange(
+        f"What is the {name} letter of {word}?", f"The {name} letter of {word} is {word[at]}."
+    )
+
+
+def _plural(r: random.Random) -> Exchange:
+    word = r.choice(ITEMS)
+    question = r.choice((f"What is the plural of {word}?", f"How do I write more than one {word}?"))
+    return Exchange(question, f"The plural of {word} is {plural(word)}.")
+
+
+def _even(r: random.Random) -> Exchange:
+    number = r.randint(1, 999)
+    kind = "odd" if number % 2 else "even"
+    question = r.choice((f"Is {number} even or odd?", f"Is the number {number} odd or even?"))
+    return Exchange(question, f"{number} is {kind}.", f"The last digit is {number % 10}.")
+
+
+def _upper(r: random.Random) -> Exchange:
+    text = f"{r.choice(COLORS)} {r.choice(ANIMALS)} and {r.choice(COLORS)} {r.choice(THINGS)}"
+    question = r.choice((f"Write this in capitals: {text}", f"Make this upper case: {text}"))
+    return Exchange(question, text.upper())
+
+
+def _reversed(r: random.Random) -> Exchange:
+    items = r.sample(ITEMS, r.randint(3, 5))
+    question = r.choice(
+        (f"Reverse this list: {', '.join(items)}.", f"List these backwards: {', '.join(items)}.")
+    )
+    return Exchange(question, ", ".join(reversed(items)) + ".")
+
+
+def _membership(r: random.Random) -> Exchange:
+    items = r.sample(ITEMS, r.randint(3, 6))
+    item = r.choice(items) if r.random() < 0.5 else r.choice(ITEMS)
+    answer = f"Yes, {item} is in the list." if item in items else f"No, {item} is not in the list."
+    return Exchange(f"Is {item} in this list: {', '.join(items)}?", answer)
+
+
+def _farewell(r: random.Random) -> Exchange:
+    question = r.choice(("Bye!", "Goodbye.", "See you later!", "Good night.", "I have to go now."))
+    answer = r.choice(("Goodbye! Have a nice day.", "See you soon!"))
+    return Exchange(question, answer)
+
+
+POLITE_STARTS = (
+    "Please answer: {}",
+    "Quick question: {}",
+    "Hey, {}",
+    "Can you help me? {}",
+    "I have a question. {}",
+    "Tell me: {}",
+)
+POLITE_ENDS = ("{} Thanks!", "{} Thank you.", "{} Please be brief.", "{} I need it for school.")
+
+
+def politely(r: random.Random, question: str, probability: float = 0.25) -> str:
+    """The question, at times with a phrase before or behind it that does not change the answer."""
+    if r.random() >= probability or not question.endswith((".", "?")):
+        return question
+    return r.choice(POLITE_STARTS + POLITE_ENDS).format(question)
+
+
 EXCHANGES: tuple[Callable[[random.Random], Exchange], ...] = (
     _greeting,
     _how_are_you,
@@ -229,12 +302,21 @@ EXCHANGES: tuple[Callable[[random.Random], Exchange], ...] = (
     _who,
     _thanks,
     _snippet,
+    _letters,
+    _first_letter,
+    _plural,
+    _even,
+    _upper,
+    _reversed,
+    _membership,
+    _farewell,
 )
 
 
 def small_talk(r: random.Random) -> Exchange:
-    """One exchange of a random kind."""
-    return r.choice(EXCHANGES)(r)
+    """One exchange of a random kind, in varied phrasing."""
+    exchange = r.choice(EXCHANGES)(r)
+    return exchange._replace(question=politely(r, exchange.question))
 
 
 def definition(r: random.Random, corpus: Corpus) -> Exchange:
@@ -287,5 +369,5 @@ def define(r: random.Random, corpus: Corpus) -> Conversation:
     messages = []
     for _ in range(turn_count(r, corpus)):
         exchange = definition(r, corpus)
-        messages += [user(exchange.question), assistant(exchange.answer)]
+        messages += [user(politely(r, exchange.question)), assistant(exchange.answer)]
     return Conversation(messages)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..chat_format import Message
 from ..corpus import Corpus
-from ..wordlists import words
+from ..wordlists import invented_name, words
 from .base import Conversation, assistant, user
 from .records import json_records
 
@@ -83,6 +83,18 @@ def _add_parameter(r: random.Random, source: str) -> Edit | None:
     return Edit(f"Add the parameter {new}=None", f"{source[:end]}, {new}=None{source[end:]}")
 
 
+def scrambled(r: random.Random, source: str) -> str:
+    """The function with up to four of its names replaced by invented ones, everywhere."""
+    head = _head(source)
+    names = set(re.findall(r"(?<![\w.\"'])([a-z_]\w{2,})(?=\s*=[^=])", source)) - {"self"}
+    names |= {head.group(1)} if head else set()
+    for old in r.sample(sorted(names), min(len(names), r.randint(1, 4))):
+        new = "_".join(invented_name(r).lower() for _ in range(r.choice((1, 1, 2))))
+        if new.isidentifier() and new.isascii() and new not in source:
+            source = re.sub(rf"(?<![\w.]){old}(?!\w)", new, source)
+    return source
+
+
 KINDS: tuple[Callable[[random.Random, str], Edit | None], ...] = (
     _rename_variable,
     _rename_variable,
@@ -96,6 +108,8 @@ KINDS: tuple[Callable[[random.Random, str], Edit | None], ...] = (
 def _turn(r: random.Random, corpus: Corpus) -> list[Message]:
     for _ in range(TRIES):
         source = r.choice(corpus.functions)
+        if r.random() < corpus.scramble:
+            source = scrambled(r, source)
         edit = r.choice(KINDS)(r, source)
         if edit is None or edit.source == source:
             continue

@@ -49,12 +49,30 @@ def _scattered(r: random.Random, corpus: Corpus) -> tuple[list[Message], dict[st
     ], codes
 
 
+def _far_list(
+    r: random.Random, corpus: Corpus, count: int, length: int | None = None
+) -> tuple[list[Message], dict[str, int]]:
+    """A list of codes, then a long documentation excerpt in a message of its own."""
+    messages, codes = _list(r, count)
+    length = r.randint(3000, 10_000) if length is None else length
+    text = excerpt(r, corpus.docs, length)
+    while len(text) < length:
+        text += "\n" + excerpt(r, corpus.docs, length - len(text))
+    messages += [
+        user(f"Now read this text:\n{text}"),
+        assistant("I have read the text."),
+    ]
+    return messages, codes
+
+
 def recall(r: random.Random, corpus: Corpus) -> Conversation:
     """Codes first, then one or more questions about them."""
     if r.random() < 0.25:
         messages, codes = _scattered(r, corpus)
     else:
-        messages, codes = _list(r, r.randint(4, 160 if corpus.long_context else 24))
+        messages, codes = _list(r, r.randint(4, 250 if corpus.long_context else r.choice((24, 56))))
+        if corpus.long_context and r.random() < 0.4:
+            messages, codes = _far_list(r, corpus, r.randint(4, 40))
     if r.random() < 0.15:
         name = first_name(r)
         messages += [user(f"My name is {name}."), assistant(f"Nice to meet you, {name}!")]
@@ -66,8 +84,25 @@ def recall(r: random.Random, corpus: Corpus) -> Conversation:
     return Conversation(messages)
 
 
+def _question(codes: dict[str, int], key: str) -> tuple[Message, str]:
+    return user(f"What is the code of {key}?"), f"The code of {key} is {codes[key]}."
+
+
 def long_recall(r: random.Random, count: int) -> tuple[list[Message], str]:
     """A list of ``count`` codes (at most 260), a question about one of them, and the answer."""
     messages, codes = _list(r, count)
-    key = r.choice(sorted(codes))
-    return [*messages, user(f"What is the code of {key}?")], f"The code of {key} is {codes[key]}."
+    question, answer = _question(codes, r.choice(sorted(codes)))
+    return [*messages, question], answer
+
+
+def distant_recall(r: random.Random, corpus: Corpus) -> tuple[list[Message], str]:
+    """A question about a code more than 2,048 tokens back, and the answer: either one of the first of
+    250 listed codes, or one of few codes before a long text.
+    """
+    if r.random() < 0.5:
+        messages, codes = _list(r, 250)
+        question, answer = _question(codes, r.choice(list(codes)[:30]))
+    else:
+        messages, codes = _far_list(r, corpus, r.randint(4, 40), 10_000)
+        question, answer = _question(codes, r.choice(list(codes)))
+    return [*messages, question], answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -87,6 +88,48 @@ def _extreme(r: random.Random) -> Exchange:
     )
 
 
+def _change(r: random.Random) -> Exchange:
+    name, item = first_name(r), plural(r.choice(ITEMS))
+    count, price = r.randint(2, 12), r.randint(2, 9)
+    cost = count * price
+    paid = cost + r.randint(1, 40)
+    steps = f"{count} * {price}. {_multiply_steps(count, price)} Then {paid} - {cost}. "
+    steps += f"{cost} + {paid - cost} = {paid}, so {paid} - {cost} = {paid - cost}."
+    return Exchange(
+        f"{name} buys {count} {item} at {price} dollars each and pays with {paid} dollars. How much "
+        f"change does {name} get?",
+        f"{name} gets {paid - cost} dollars back.",
+        steps,
+    )
+
+
+def _two_days(r: random.Random) -> Exchange:
+    name, item = first_name(r), plural(r.choice(ITEMS))
+    first, second, third = (r.randint(2, 49) for _ in range(3))
+    both = first + second
+    steps = f"First {first} + {second}. {_add_steps(first, second)} Then {both} + {third}. "
+    steps += _add_steps(both, third)
+    return Exchange(
+        f"{name} sells {first} {item} on Monday, {second} on Tuesday and {third} on Wednesday. How "
+        f"many {item} are that?",
+        f"{name} sells {both + third} {item}.",
+        steps,
+    )
+
+
+def _sequence(r: random.Random) -> Exchange:
+    start, step = r.randint(1, 40), r.randint(2, 9)
+    shown = [start + step * i for i in range(4)]
+    steps = ", ".join(f"{b} - {a} = {step}" for a, b in itertools.pairwise(shown))
+    steps += f". {shown[-1]} + {step} = {shown[-1] + step}."
+    listed = ", ".join(map(str, shown))
+    return Exchange(
+        r.choice((f"Which number comes next: {listed}?", f"Continue the sequence {listed}.")),
+        f"The next number is {shown[-1] + step}.",
+        steps,
+    )
+
+
 KINDS: tuple[Callable[[random.Random], Exchange], ...] = (
     _addition,
     _addition,
@@ -97,6 +140,9 @@ KINDS: tuple[Callable[[random.Random], Exchange], ...] = (
     _gain,
     _extreme,
     _extreme,
+    _change,
+    _two_days,
+    _sequence,
 )
 
 

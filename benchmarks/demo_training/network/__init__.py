@@ -2,6 +2,6 @@
 
 from .kernels import Kernels
 from .model import DemoModel
-from .published import from_published, to_published
+from .published import from_published, is_drafter, to_published
 
-__all__ = ["DemoModel", "Kernels", "from_published", "to_published"]
+__all__ = ["DemoModel", "Kernels", "from_published", "is_drafter", "to_published"]

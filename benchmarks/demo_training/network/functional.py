@@ -323,6 +323,28 @@ def mixture(x: Tensor, experts: Experts, spec: MoeSpec) -> tuple[Tensor, Tensor]
     return F.linear(h.flatten(-2), experts.down.transpose(0, 1).flatten(1)), load
 
 
+def unchosen_tokens(scores: Tensor, complete: Tensor, top_k: int, pool: int) -> Tensor:
+    """Mask of tokens that a budget of ``top_k`` pools leaves out; ties break to the lowest pool.
+
+    Args:
+        scores: [..., P] of every pool.
+        complete: [...] number of pools that are complete for the query; later ones are the tail and
+            the future and stay.
+        top_k: pools to keep.
+        pool: tokens of a pool.
+    Returns:
+        [..., P pool] bool.
+    """
+    at = torch.arange(scores.shape[-1], device=scores.device)
+    known = at < complete[..., None]
+    ranked = torch.sort(
+        scores.masked_fill(~known, float("-inf")), dim=-1, descending=True, stable=True
+    )
+    order = ranked.indices
+    chosen = torch.zeros_like(known).scatter(-1, order[..., :top_k], True)
+    return (known & ~chosen).repeat_interleave(pool, -1)
+
+
 class Chain(NamedTuple):
     """Scores of an unrolled draft step.
 
@@ -350,9 +372,13 @@ def chain_weights(chain: Chain, scale: float, dtype: torch.dtype) -> tuple[Tenso
     return (base / total).to(dtype), (extra / total).to(dtype)
 
 
-def next_token_loss(hidden: Tensor, head: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Mean cross-entropy, [N, H] against [N]."""
-    return F.cross_entropy(F.linear(hidden.to(dtype), head.to(dtype)).float(), targets)
+def next_token_loss(
+    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Weighted mean cross-entropy of [N, H] against [N] under weights [N], and the plain mean."""
+    logits = F.linear(hidden.to(dtype), head.to(dtype)).float()
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return (losses * weights).sum() / weights.sum(), losses.detach().mean()
 
 
 class DraftTarget(NamedTuple):

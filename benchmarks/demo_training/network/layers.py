@@ -9,11 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..shape import MTP_DEPTH, SHORT_ROW
-from .functional import Chain, Experts, KdaInputs, KdaSpec, MoeSpec, Site, kda_scan, rms
+from .functional import (
+    Chain,
+    Experts,
+    KdaInputs,
+    KdaSpec,
+    MoeSpec,
+    Site,
+    kda_scan,
+    rms,
+    unchosen_tokens,
+)
 from .kernels import Kernels
 
 Config = dict[str, Any]
 SEGMENT = SHORT_ROW
+QUERY_BLOCK = 512
+"""Queries that score all pools at a time."""
 
 
 class Linear(nn.Linear):
@@ -117,16 +129,23 @@ class Indexer(nn.Module):
         self.index_kpool_compress_gate = nn.Parameter(torch.randn(width, hidden) * hidden**-0.5)
         self.index_kpool_compress_ape = nn.Parameter(torch.zeros(self.pool, width))
 
+    def raw_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and pooling gates of every token, [..., width] each, from block inputs [..., H]."""
+        keys = F.layer_norm(self.wk(x), (self.width,), self.k_norm.weight, self.k_norm.bias, 1e-6)
+        return keys, F.linear(x, self.index_kpool_compress_gate)
+
+    def pool_keys(self, keys: Tensor, gates: Tensor) -> Tensor:
+        """One key per pool [..., width] float32 from keys and gates [..., pool, width]."""
+        weight = torch.softmax(gates.float() + self.index_kpool_compress_ape.float(), -2)
+        return (weight * keys.float()).sum(-2)
+
     def pooled_keys(self, x: Tensor) -> Tensor:
         """One key per complete pool, [B, T // pool, width], from block inputs [B, T, H]."""
-        keys = F.layer_norm(self.wk(x), (self.width,), self.k_norm.weight, self.k_norm.bias, 1e-6)
-        gates = F.linear(x, self.index_kpool_compress_gate)
         count = x.shape[1] // self.pool
         keys, gates = (
-            t[:, : count * self.pool].unflatten(1, (count, self.pool)) for t in (keys, gates)
+            t[:, : count * self.pool].unflatten(1, (count, self.pool)) for t in self.raw_keys(x)
         )
-        weight = torch.softmax(gates.float() + self.index_kpool_compress_ape.float(), 2)
-        return (weight * keys.float()).sum(2)
+        return self.pool_keys(keys, gates)
 
     def scores(self, x: Tensor, query_latent: Tensor, keys: Tensor) -> Tensor:
         """Score of every pool for every query, [B, R, P] float32; the caller masks pools of the
@@ -144,9 +163,11 @@ class Indexer(nn.Module):
 
 
 class Mla(nn.Module):
-    """Latent attention without positions, dense: equal to the published layer while everything is
-    selected.
+    """Latent attention without positions. Dense, unless ``budget`` says how many pools of tokens a
+    query may choose; the two are equal while everything is chosen.
     """
+
+    budget: int | None = None
 
     def __init__(self, config: Config):
         super().__init__()
@@ -184,9 +205,28 @@ class Mla(nn.Module):
     def forward(self, x: Tensor, rows: int) -> Tensor:
         """[N, H] of ``rows`` sequences to [N, H]."""
         q, k, v = self.qkv(x, rows)
+        seen = None if self.budget is None else self.chosen(x.unflatten(0, (rows, -1)), self.budget)
         return self.project(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=seen, is_causal=seen is None, scale=self.scale
+            )
         )
+
+    def chosen(self, x: Tensor, budget: int) -> Tensor:
+        """[B, 1, T, T] bool: what every query sees with ``budget`` pools, its own tail beside them.
+
+        Args:
+            x: [B, T, H] input of the layer, T a multiple of the pool size.
+            budget: pools.
+        """
+        at = torch.arange(x.shape[1], device=x.device)
+        pooled, parts = self.indexer.pooled_keys(x), []
+        for part, block in zip(x.split(QUERY_BLOCK, 1), at.split(QUERY_BLOCK), strict=True):
+            scores = self.indexer.scores(part, self.query_latent(part), pooled)
+            complete = ((block + 1) // self.indexer.pool).expand(x.shape[0], -1)
+            left_out = unchosen_tokens(scores, complete, budget, self.indexer.pool)
+            parts.append(~left_out & (at <= block[:, None]))
+        return torch.cat(parts, 1).unsqueeze(1)
 
 
 class Mlp(nn.Module):

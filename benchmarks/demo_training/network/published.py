@@ -52,14 +52,23 @@ def to_published(model: DemoModel) -> dict[str, Tensor]:
     }
 
 
-def from_published(model: DemoModel, tensors: dict[str, Tensor]) -> DemoModel:
-    """Load published tensors into the model, in place.
+def is_drafter(model: DemoModel, name: str) -> bool:
+    """Whether a published tensor belongs to the MTP layer."""
+    return name.startswith(f"{PREFIX}layers.{model.config['num_hidden_layers']}.")
+
+
+def from_published(
+    model: DemoModel, tensors: dict[str, Tensor], *, drafter: bool = True
+) -> DemoModel:
+    """Load published tensors into the model, in place; without ``drafter`` the MTP layer stays.
 
     Raises:
         KeyError: naming the first tensor that is missing.
     """
     with torch.no_grad():
         for name, own in _named(model):
+            if name.startswith("mtp.") and not drafter:
+                continue
             experts = _expert_names(model, name)
             if experts:
                 own.copy_(torch.stack([tensors[n] for n in experts]).view_as(own))

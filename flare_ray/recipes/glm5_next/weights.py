@@ -59,7 +59,9 @@ def _drafter(geometry: Geometry) -> Iterator[TensorSpec]:
         prefix = geometry.layer_prefix(layer)
         yield TensorSpec(f"{prefix}enorm.weight", (hidden,), "drafter")
         yield TensorSpec(f"{prefix}hnorm.weight", (hidden,), "drafter")
-        yield TensorSpec(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), "drafter")
+        yield TensorSpec(
+            f"{prefix}eh_proj.weight", (hidden, 2 * hidden), "drafter", quantisable=True
+        )
         yield from _norms(geometry, prefix, "drafter")
         yield from _mla(geometry, f"{prefix}self_attn.", "drafter")
         yield from _experts(geometry, f"{prefix}mlp.", "drafter")
@@ -90,7 +92,9 @@ def _kda(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
     width = kda.width
 
     def matrix(name: str, shape: tuple[int, int], shard_dim: int | None) -> TensorSpec:
-        return TensorSpec(f"{prefix}{name}.weight", shape, "target", shard_dim=shard_dim)
+        return TensorSpec(
+            f"{prefix}{name}.weight", shape, "target", quantisable=True, shard_dim=shard_dim
+        )
 
     for part in "qkv":
         yield matrix(f"{part}_proj", (width, hidden), ROWS)
@@ -108,24 +112,22 @@ def _kda(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
 
 
 def _mla(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec]:
-    """Quantisable are the four matrices that the FP8 release quantises."""
+    """Every projection may be quantised: the FP8 release does so to four of them, the demo to all."""
     mla, index, hidden = geometry.mla, geometry.index, geometry.hidden
 
-    def matrix(
-        name: str, shape: tuple[int, int], *, shard_dim: int | None = None, packed: bool = False
-    ) -> TensorSpec:
+    def matrix(name: str, shape: tuple[int, int], shard_dim: int | None = None) -> TensorSpec:
         return TensorSpec(
-            f"{prefix}{name}.weight", shape, family, quantisable=packed, shard_dim=shard_dim
+            f"{prefix}{name}.weight", shape, family, quantisable=True, shard_dim=shard_dim
         )
 
     per_head = mla.nope_dim + mla.value_dim
-    yield matrix("q_a_proj", (mla.q_rank, hidden), packed=True)
+    yield matrix("q_a_proj", (mla.q_rank, hidden))
     yield TensorSpec(f"{prefix}q_a_layernorm.weight", (mla.q_rank,), family)
-    yield matrix("q_b_proj", (mla.heads * mla.nope_dim, mla.q_rank), shard_dim=ROWS, packed=True)
-    yield matrix("kv_a_proj_with_mqa", (mla.kv_rank, hidden), packed=True)
+    yield matrix("q_b_proj", (mla.heads * mla.nope_dim, mla.q_rank), ROWS)
+    yield matrix("kv_a_proj_with_mqa", (mla.kv_rank, hidden))
     yield TensorSpec(f"{prefix}kv_a_layernorm.weight", (mla.kv_rank,), family)
-    yield matrix("kv_b_proj", (mla.heads * per_head, mla.kv_rank), shard_dim=ROWS)
-    yield matrix("o_proj", (hidden, mla.heads * mla.value_dim), shard_dim=COLUMNS, packed=True)
+    yield matrix("kv_b_proj", (mla.heads * per_head, mla.kv_rank), ROWS)
+    yield matrix("o_proj", (hidden, mla.heads * mla.value_dim), COLUMNS)
     yield matrix("indexer.wq_b", (index.heads * index.head_dim, mla.q_rank))
     yield matrix("indexer.wk", (index.head_dim, hidden))
     yield TensorSpec(f"{prefix}indexer.k_norm.weight", (index.head_dim,), family)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.weights.formats.powers import power_of_two_above
+
 DEFAULT_BLOCK = (128, 128)
 """Rows and columns that share one scale where a configuration names no block."""
 E4M3_MAX = 448.0
@@ -40,20 +42,26 @@ class Fp8BlockParts:
         return (self.weight.to(torch.float32) * scale).to(dtype)
 
 
-def quantise_fp8_block(weight: Tensor, block: tuple[int, int] = DEFAULT_BLOCK) -> Fp8BlockParts:
-    """Nearest block-FP8 form of a matrix; each block's largest magnitude becomes 448.
+def quantise_fp8_block(
+    weight: Tensor, block: tuple[int, int] = DEFAULT_BLOCK, *, exact: bool = False
+) -> Fp8BlockParts:
+    """Nearest block-FP8 form of a matrix.
 
     Args:
         weight: [N, K] float; neither size need be a multiple of its block.
         block: rows and columns that share a scale.
+        exact: scales are powers of two, so that dequantised values are exact in bfloat16; else each
+            block's largest magnitude becomes 448.
     """
     rows, columns = weight.shape
     high, wide = (-(-size // edge) for size, edge in zip(weight.shape, block, strict=True))
-    padded = torch.zeros(high * block[0], wide * block[1])
+    padded = weight.new_zeros(high * block[0], wide * block[1], dtype=torch.float32)
     padded[:rows, :columns] = weight
     blocks = padded.view(high, block[0], wide, block[1])
     amax = blocks.abs().amax(dim=(1, 3))
     scale = torch.where(amax > 0, amax / E4M3_MAX, torch.ones_like(amax))
+    if exact:
+        scale = power_of_two_above(scale)
     scaled = (blocks / scale[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     packed = scaled.reshape(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn)
     return Fp8BlockParts(packed.contiguous(), scale, block)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.weights.formats.nvfp4 import E2M1_MAX, pack_e2m1, unpack_e2m1
+from flare_ray.device.weights.formats.powers import power_of_two_above
 
 GROUP = 32
 """Consecutive inputs of one row that share a scale."""
@@ -43,5 +44,5 @@ def quantise_mxfp4(weight: Tensor) -> Mxfp4Parts:
     """
     groups = weight.to(torch.float32).unflatten(1, (-1, GROUP))
     amax = groups.abs().amax(-1).clamp(min=E2M1_MAX * 2.0**-126)
-    scale = torch.exp2(torch.ceil(torch.log2(amax / E2M1_MAX)))
+    scale = power_of_two_above(amax / E2M1_MAX)
     return Mxfp4Parts(pack_e2m1((groups / scale[..., None]).flatten(1)), scale)

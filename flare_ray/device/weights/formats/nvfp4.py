@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.weights.formats.powers import power_of_two_above
+
 GROUP = 16
 """Consecutive inputs of one row that share a block scale."""
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -87,7 +89,11 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
 
 def quantise_nvfp4(
-    weight: Tensor, *, global_scale: Tensor | None = None, global_divides: bool = False
+    weight: Tensor,
+    *,
+    global_scale: Tensor | None = None,
+    global_divides: bool = False,
+    exact: bool = False,
 ) -> Nvfp4Parts:
     """Nearest NVFP4 form of a matrix with the given or the usual global scale.
 
@@ -96,11 +102,14 @@ def quantise_nvfp4(
         global_scale: [] float32 in the sense of `global_divides`; None = the scale that gives the
             largest weight the largest block scale and code.
         global_divides: sense of the stored scale.
+        exact: the scale that is chosen here is a power of two, so that dequantised values, of at
+            most six significant bits, are exact in bfloat16.
     """
     weight = weight.to(torch.float32)
     if global_scale is None:
         amax = weight.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
         unit = amax / (E2M1_MAX * E4M3_MAX)
+        unit = power_of_two_above(unit) if exact else unit
         global_scale = unit.reciprocal() if global_divides else unit
     multiplier = global_scale.reciprocal() if global_divides else global_scale
     groups = weight.unflatten(1, (-1, GROUP))
