@@ -1,4 +1,4 @@
-"""Joins the shards of a run into a checkpoint folder in published layout.
+"""Joins the shards of both runs into a checkpoint folder in published layout, quantised.
 
 ``python -m benchmarks.demo_training.assemble RUN PACK CHECKPOINT``
 """
@@ -13,10 +13,13 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from flare_ray.device.weights.quantiser import declaration_of, quantise_tensors
+
 from .shape import checkpoint_config, generation_config
+from .storage import stored_format
 from .vocabulary import tokenizer_config
 
-MAX_BYTES = 32 * 2**20
+MAX_BYTES = 20 * 2**20
 
 
 def load_shards(run: Path, part: str) -> dict[str, Tensor]:
@@ -37,16 +40,17 @@ def assemble(run: Path, pack: Path, checkpoint: Path) -> None:
     Raises:
         ValueError: if the weight file exceeds ``MAX_BYTES``.
     """
-    tensors = load_shards(run)
+    tensors = dict(sorted((load_shards(run, "trunk") | load_shards(run, "drafter")).items()))
     checkpoint.mkdir(parents=True, exist_ok=True)
     path = checkpoint / "model.safetensors"
-    save_file(dict(sorted(tensors.items())), path, metadata={"format": "pt"})
+    save_file(quantise_tensors(tensors, stored_format), path, metadata={"format": "pt"})
     path.chmod(0o644)
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} may ship")
+    declared = declaration_of(tensors, stored_format)
     shutil.copyfile(pack / "tokenizer.json", checkpoint / "tokenizer.json")
     for name, value in (
-        ("config", checkpoint_config()),
+        ("config", checkpoint_config() | {"quantization_config": declared}),
         ("generation_config", generation_config()),
         ("tokenizer_config", tokenizer_config()),
     ):

@@ -1,8 +1,8 @@
 """Many requests at once on one device, float32: recurrent KDA, absorbed and indexed MLA, MTP cache.
 
 A serving-style reference like :mod:`.reference`, for evaluations of thousands of prompts and for
-text that the trunk itself writes. It takes the weights of a training model with plain kernels, and
-every request keeps its own length: rows behind a request's committed ones are overwritten or masked.
+text that the trunk itself writes. It takes the weights of a training model with plain kernels.
+Every request keeps its own length: rows behind its committed ones are overwritten or masked.
 
 Shapes: B requests, W rows of each at a time, P positions of capacity, H hidden, V vocabulary.
 """
@@ -37,7 +37,7 @@ class KdaCache:
 
 @dataclass(slots=True)
 class MlaCache:
-    """Latents [B, P, r], raw index keys and gates [B, P, width], pooled keys [B, P / pool, width]."""
+    """Latents [B, P, r], index keys and gates [B, P, width], pooled keys [B, P / pool, width]."""
 
     latent: Tensor
     keys: Tensor

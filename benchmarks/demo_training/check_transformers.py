@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,9 +22,11 @@ from torch import Tensor
 from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
+from benchmarks.support.float32_checkpoint import write_float32
+
 from .chat_format import render
-from .evaluate import PROMPTS, selected
 from .generators.recall import long_recall
+from .heldout import FROZEN_PROMPTS, selected
 from .network import DemoModel, from_published
 
 GREEDY_TOKENS = 24
@@ -36,7 +39,7 @@ class Checker:
     """Both implementations of one checkpoint.
 
     Args:
-        folder: the checkpoint.
+        folder: the checkpoint, or its float32 copy where it is quantised.
     """
 
     def __init__(self, folder: Path):
@@ -49,6 +52,7 @@ class Checker:
         self.config = config
         own = DemoModel(config)
         self.own = from_published(own, load_file(folder / "model.safetensors")).eval()
+        self.own.set_budget(config["index_topk"])
 
     def tensors(self) -> dict[str, list[str]]:
         """Names that matter: text tensors missing, and unexpected ones outside the MTP layer."""
@@ -110,16 +114,25 @@ class Checker:
 
 
 @torch.no_grad()
-def check(folder: Path, prompts: Path, long_prompts: int) -> dict[str, Any]:
-    """All figures; the caller judges them."""
-    checker = Checker(folder)
-    items = selected(prompts, 10**9, [])
+def check(folder: Path, prompts: Path, long_prompts: int, compared: int = 2) -> dict[str, Any]:
+    """All figures; the caller judges them. Transformers gets the values of the packed weights.
+
+    Args:
+        folder: the checkpoint.
+        prompts: evaluation prompts.
+        long_prompts: questions about a list longer than the selection budget.
+        compared: prompts a category whose logits and continuations are compared.
+    """
+    with tempfile.TemporaryDirectory(prefix="flare-check-") as wide:
+        write_float32(folder, Path(wide))
+        checker = Checker(Path(wide))
+    items = selected(prompts)
     chats = [i for i in items if i["messages"]]
     seen: Counter[str] = Counter()
     pairs = []
     for item in items:
         seen[item["category"]] += 1
-        if seen[item["category"]] <= 2:
+        if seen[item["category"]] <= compared:
             pairs.append(checker.compare(item["prompt"]))
     return checker.tensors() | {
         "prompts": len(pairs),
@@ -135,7 +148,7 @@ def main() -> None:
     """Command line entry; exits with 1 where transformers disagrees."""
     parser = argparse.ArgumentParser(description="check a demo checkpoint against transformers")
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--prompts", type=Path, default=PROMPTS)
+    parser.add_argument("--prompts", type=Path, default=FROZEN_PROMPTS)
     parser.add_argument("--long-prompts", type=int, default=8)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ ROWS_FILE = "eval_rows.npz"
 PROMPTS_FILE = "eval_prompts.jsonl"
 RECALL_FILE = "eval_recall.jsonl"
 LONG_ROWS = "long"
+FROZEN_PROMPTS = Path(__file__).with_name(PROMPTS_FILE)
+"""Prompts of the first edition, two dozen a category: the ones that other benchmarks serve."""
 RAW_PROMPT_TOKENS = 160
 ROWS_AT_ONCE = 8
 
@@ -60,6 +63,16 @@ def write_held_out(settings: Settings) -> None:
         for m, a in items
     ]
     (settings.out / RECALL_FILE).write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def selected(path: Path, count: int = 10**9) -> list[dict[str, Any]]:
+    """The first ``count`` prompts of each category of a file."""
+    seen: Counter[str] = Counter()
+    items = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
+    for item in items:
+        seen[item["category"]] += 1
+        item["place"] = seen[item["category"]]
+    return [{k: v for k, v in i.items() if k != "place"} for i in items if i["place"] <= count]
 
 
 def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) -> None:
@@ -97,7 +110,7 @@ def answer_mask(ids: Tensor, category: str) -> Tensor:
 def teacher_forced(
     model: DemoModel, folder: Path, device: torch.device
 ) -> dict[str, dict[str, Any]]:
-    """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows, in float32.
+    """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows, float32.
 
     Overlap is ``sum min(p, q)`` between the trunk's and the unrolled MTP's distributions over
     answer tokens at temperature 1: the expected acceptance where the chain so far is right.

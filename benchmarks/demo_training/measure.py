@@ -7,8 +7,8 @@ Everything in float32 on the weights as they are stored, with the configuration'
 - long rows with and without the budget;
 - questions about codes more than 2,048 tokens back: how often greedy and how probably sampled text
   gives the expected answer;
-- speculative answers to the held-out prompts at the default sampling and greedy, with 5 and 7 drafts:
-  acceptance by depth, exact answers, tool calls, JSON, edits by length.
+- speculative answers to the held-out prompts at the default sampling and greedy, with 5 and 7
+  drafts: acceptance by depth, exact answers, tool calls, JSON, edits by length.
 
 OUT gets one JSON file a step, so that a run that is cut off leaves the finished ones.
 """
@@ -34,9 +34,8 @@ from flare_ray.device.weights.quantiser import dequantise_tensors
 from .assemble import load_shards
 from .chat_format import expected_answer, parse_answer, render
 from .generation import Answers, Generation
-from .heldout import LONG_ROWS, PROMPTS_FILE, RECALL_FILE, ROWS_FILE, teacher_forced
+from .heldout import LONG_ROWS, PROMPTS_FILE, RECALL_FILE, ROWS_FILE, selected, teacher_forced
 from .network import DemoModel, from_published
-from .network.layers import Mla
 from .phases import trunk_names
 from .shape import MTP_DEPTH, STOP_IDS, text_config
 from .speculative import Sampling, distribution
@@ -69,26 +68,19 @@ def load_model(folder: Path, device: torch.device) -> DemoModel:
     return model.eval()
 
 
-def set_budget(model: DemoModel, tokens: int | None) -> None:
-    """Let every latent-attention layer choose among its pools, or see everything (None)."""
-    for layer in model.modules():
-        if isinstance(layer, Mla):
-            layer.budget = None if tokens is None else tokens // layer.indexer.pool
-
-
 @torch.no_grad()
 def sparse_against_dense(model: DemoModel, folder: Path, device: torch.device) -> dict[str, float]:
     """Mean loss of the held-out long rows under the budget and without one."""
     rows = np.load(folder / ROWS_FILE)[LONG_ROWS].astype(np.int64)
     report = {}
     for name, budget in (("dense", None), ("sparse", model.config["index_topk"])):
-        set_budget(model, budget)
+        model.set_budget(budget)
         losses = []
         for row in torch.from_numpy(rows).to(device).split(1):
             logits = model.lm_head(model.hidden(row[:, :-2]))
             losses.append(torch.nn.functional.cross_entropy(logits[0], row[0, 1:-1]))
         report[f"{name}_loss"] = round(torch.stack(losses).mean().item(), 5)
-    set_budget(model, None)
+    model.set_budget(None)
     report["difference"] = round(report["sparse_loss"] - report["dense_loss"], 5)
     return report
 
@@ -104,19 +96,17 @@ def distant_recall(
     """
     items = [json.loads(t) for t in (folder / RECALL_FILE).read_text("utf-8").split("\n") if t]
     sampling = Sampling(1.0, 0.95, 1, 1, frozenset())
-    pool = model.config["index_kpool"]
     report: dict[str, Any] = {"prompts": len(items)}
     for name, budget in (("dense", None), ("sparse", model.config["index_topk"])):
-        set_budget(model, budget)
+        model.set_budget(budget)
         greedy, sampled, sizes = [], [], []
         for item in items:
             prompt, answer = (
                 tokenizer.encode(item[k], add_special_tokens=False).ids
                 for k in ("prompt", "answer")
             )
-            filler = [0] * (-(len(prompt) + len(answer)) % pool)
-            ids = torch.tensor([prompt + answer + filler], device=device)
-            hidden = model.hidden(ids)[0, len(prompt) - 1 : len(prompt) + len(answer) - 1]
+            ids = torch.tensor([prompt + answer], device=device)
+            hidden = model.hidden(ids)[0, len(prompt) - 1 : -1]
             logits = model.lm_head(hidden)
             want = torch.tensor(answer, device=device)
             p = distribution(logits, sampling).gather(-1, want[:, None])
@@ -125,7 +115,7 @@ def distant_recall(
             sizes.append(len(prompt))
         report[f"{name}_greedy"] = round(torch.stack(greedy).mean().item(), 4)
         report[f"{name}_sampled"] = round(torch.stack(sampled).mean().item(), 4)
-    set_budget(model, None)
+    model.set_budget(None)
     return report | {"shortest_tokens": min(sizes), "longest_tokens": max(sizes)}
 
 
@@ -244,16 +234,23 @@ def measure(checkpoint: Path, out: Path, args: argparse.Namespace) -> None:
     torch.manual_seed(5)
     model = load_model(checkpoint, device)
     tokenizer = Tokenizer.from_file(str(args.tokenizer or checkpoint / "tokenizer.json"))
-    text = (args.prompts or folder / PROMPTS_FILE).read_text("utf-8")
-    items = [json.loads(line) for line in text.split("\n") if line]
+    items = selected(args.prompts or folder / PROMPTS_FILE, args.count)
     steps = steps_of(model, folder, tokenizer, items)
+    failures = []
     for name in args.step or STEPS:
         begin = time.monotonic()
-        result = {"seconds": 0.0, "result": steps[name]()}
-        result["seconds"] = round(time.monotonic() - begin, 1)
-        path = out / f"measure{args.tag}-{name}.json"
-        path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        print(f"measured{args.tag} {name} in {result['seconds']} s", flush=True)
+        try:
+            result = {"result": steps[name]()}
+        except Exception as failure:  # the other steps are worth having; raised below
+            failures.append(failure)
+            continue
+        seconds = round(time.monotonic() - begin, 1)
+        path = out / "-".join(filter(None, ("measure", args.tag, f"{name}.json")))
+        text = json.dumps(result | {"seconds": seconds}, indent=1, ensure_ascii=False)
+        path.write_text(text + "\n", "utf-8")
+        print(f"measured {args.tag} {name} in {seconds} s", flush=True)
+    if failures:
+        raise ExceptionGroup("some steps failed", failures)
 
 
 def main() -> None:
@@ -263,6 +260,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--folder", type=Path, help="held-out rows and prompts; default: OUT")
     parser.add_argument("--prompts", type=Path, help="other prompts than those of the folder")
+    parser.add_argument("--count", type=int, default=10**9, help="prompts a category")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the checkpoint's")
     parser.add_argument("--step", action="append", choices=STEPS, default=[])
     parser.add_argument("--tag", default="", help="goes into the names of the result files")

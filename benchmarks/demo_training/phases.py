@@ -1,4 +1,4 @@
-"""The phases of both runs: the trunk alone, then the MTP layer alone, unrolled on its own states."""
+"""The phases of both runs: the trunk alone; the MTP layer alone, unrolled on its own states."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ class Clock:
 
 
 def learning_rate(clock: Clock, warm_up: float = WARM_UP) -> float:
-    """Linear warm-up, then linear to zero, as a factor of the peak; a resumed phase warms up anew."""
+    """Linear warm-up, then linear to zero, as a factor of the peak; a resumed phase warms up
+    anew.
+    """
     fraction = clock.fraction()
     if fraction >= 1:
         return 0.0
@@ -158,14 +161,21 @@ def trunk_optimizer(run: Run) -> torch.optim.AdamW:
     )
 
 
+@cache
+def _marker_weights(prompt_weight: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Ids that begin a part of a document, and by id the weight of what follows."""
+    weight = torch.full((VOCAB_SIZE,), prompt_weight)
+    weight[[MARKERS.index("<|assistant|>"), MARKERS.index("<sop>")]] = 1.0
+    names = ("<|endoftext|>", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    markers = torch.tensor([MARKERS.index(n) for n in names])
+    return markers.to(device), weight.to(device)
+
+
 def token_weights(ids: Tensor, prompt_weight: float) -> Tensor:
     """Loss weight of the token behind every position of ids [B, T]: one inside assistant turns (end
     marker included) and raw text, ``prompt_weight`` elsewhere.
     """
-    weight = torch.full((VOCAB_SIZE,), prompt_weight, device=ids.device)
-    weight[[MARKERS.index("<|assistant|>"), MARKERS.index("<sop>")]] = 1.0
-    names = ("<|endoftext|>", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-    markers = torch.tensor([MARKERS.index(n) for n in names], device=ids.device)
+    markers, weight = _marker_weights(prompt_weight, ids.device)
     at = torch.arange(ids.shape[1], device=ids.device)
     last = torch.where(torch.isin(ids, markers), at, 0).cummax(1).values
     return weight[ids.gather(1, last)]

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from flare_ray.device.weights.quantiser import dequantise_tensors
+
 KdaState = tuple[Tensor, Tensor]
 """Delta-rule state [heads, D, D] and the convolution window [taps - 1, 3 heads D]."""
 
@@ -29,7 +31,7 @@ class Reference:
 
     def __init__(self, folder: Path):
         self.config = json.loads((folder / "config.json").read_text())["text_config"]
-        tensors = load_file(folder / "model.safetensors")
+        tensors = dequantise_tensors(load_file(folder / "model.safetensors"), torch.float32)
         self.weights = {
             k.removeprefix("model.language_model."): v.float() for k, v in tensors.items()
         }

@@ -1,19 +1,41 @@
 """Retrains the demo checkpoint on a host with one GPU, from unpacked texts to the model card.
 
-``python -m benchmarks.demo_training.run UNPACKED WORK CHECKPOINT [--total-s 1200]``: see
-``prepare`` for UNPACKED. Where the GPU host is another machine, run ``prepare`` here, ``train``
-there and ``finish`` here.
+``python -m benchmarks.demo_training.run UNPACKED WORK CHECKPOINT``: see ``prepare`` for UNPACKED.
+What lies in CHECKPOINT is measured beside the new edition, then replaced. Where the GPU host is
+another machine, run ``prepare`` here, ``train`` and ``measure`` there and ``finish`` here.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from pathlib import Path
 
 from .finish import finish
+from .heldout import FROZEN_PROMPTS
 from .prepare import prepare
-from .settings import Settings
-from .train import train
+
+PACKAGE = __package__
+
+
+def steps(pack: Path, run: Path, checkpoint: Path) -> list[list[str]]:
+    """Module and arguments of every process on the GPU, in their order."""
+    tokenizer = ["--tokenizer", str(pack / "tokenizer.json")]
+    frozen = ["--tag", "frozen", "--prompts", str(FROZEN_PROMPTS)]
+    frozen += _chosen("greedy_d7", "sampled_d5", "sampled_d7")
+    first = ["--tag", "first", *_chosen("teacher_forced", "sampled_d5")]
+    return [
+        ["train", "trunk", str(pack), str(run)],
+        ["train", "drafter", str(pack), str(run), "--rows", "32"],
+        ["measure", str(run), str(run), *tokenizer],
+        ["measure", str(run), str(run), *tokenizer, *frozen],
+        ["measure", str(checkpoint), str(run), *first],
+    ]
+
+
+def _chosen(*steps: str) -> list[str]:
+    return [word for step in steps for word in ("--step", step)]
 
 
 def main() -> None:
@@ -21,14 +43,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="retrain the demo checkpoint")
     parser.add_argument("unpacked", type=Path, help="unpacked Debian packages, see prepare")
     parser.add_argument("work", type=Path, help="folder for packed texts and the run")
-    parser.add_argument("checkpoint", type=Path, help="folder to publish into")
-    parser.add_argument(
-        "--total-s", type=float, default=0.0, help="bound on the training's seconds"
-    )
+    parser.add_argument("checkpoint", type=Path, help="folder to measure against and publish into")
     args = parser.parse_args()
     pack, run = args.work / "pack", args.work / "run"
-    prepare(args.unpacked, pack)
-    train(Settings(pack, run, total_s=args.total_s))
+    prepare(args.unpacked, pack, args.checkpoint / "tokenizer.json")
+    for module, *arguments in steps(pack, run, args.checkpoint):
+        subprocess.run([sys.executable, "-m", f"{PACKAGE}.{module}", *arguments], check=True)
     finish(run, pack, args.checkpoint)
 
 

@@ -1,11 +1,12 @@
 """Trains one part of the demo checkpoint on one GPU: ``python -m benchmarks.demo_training.train
 {trunk,drafter} PACK OUT [options]``.
 
-``trunk`` trains the target and its index scorers, ``drafter`` draws text from that target and trains
-the MTP layer and its scorer on it; each is a process of its own, within ten minutes, and leaves shards
-of at most 14 MiB in OUT (``assemble`` joins them) beside its log and report. A part that was broken off
-goes on from its shards when it is started again with ``--resume FOLDER`` (a copy of that OUT). On a host
-without a GPU the same code runs in float32, for tests of the pipeline.
+``trunk`` trains the target and its index scorers, ``drafter`` draws text from that target and
+trains the MTP layer and its scorer on it; each is a process of its own, within ten minutes, and
+leaves shards of at most 14 MiB in OUT (``assemble`` joins them) beside its log and report. A part
+that was broken off goes on from its shards when it is started again with ``--resume FOLDER`` (a
+copy of that OUT). On a host without a GPU the same code runs in float32, for tests of the
+pipeline.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ def machine() -> dict[str, Any]:
 
 
 def write_corpus_report(settings: Settings) -> None:
-    """Write ``corpus.json``, what one producer of this run read (every producer reads another random
+    """Write ``corpus.json``, what one producer of this run read (every producer reads another
+    random
     choice of files); runs in its own process beside the training.
     """
     corpus = load_corpus(
@@ -220,21 +222,25 @@ def _drafter(run: Run, resume: Path | None) -> None:
 
 
 def sampled_rows(run: Run) -> Tensor:
-    """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at the default
+    """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at the
+    default
     sampling, as many as ``sample_s`` allows.
     """
+    parts = [torch.zeros(0, SHORT_ROW + 2, dtype=torch.int32, device=run.device)]
+    if run.settings.sample_s <= 0:
+        return parts[0]
     plain = DemoModel(run.model.config).to(run.device)
     plain.load_state_dict(run.model.state_dict())
     sampling = Sampling(1.0, 0.95, MTP_DEPTH, SHORT_ROW, frozenset())
     clock = Clock(run.settings.sample_s)
+    waiting = run.short.next()  # the producers read their texts first
     clock.start()
-    parts = [torch.zeros(0, SHORT_ROW + 2, dtype=torch.int32, device=run.device)]
     own = 0
     while clock.fraction() < 1:
         given = SAMPLED_PREFIXES[(len(parts) - 1) % len(SAMPLED_PREFIXES)]
-        begin = torch.cat(
-            [run.short.next() for _ in range(-(-run.settings.sample_rows // run.settings.rows))]
-        )[: run.settings.sample_rows, :given]
+        more = [run.short.next() for _ in range(-(-run.settings.sample_rows // len(waiting)) - 1)]
+        begin = torch.cat([waiting, *more])[: run.settings.sample_rows, :given]
+        waiting = run.short.next()
         rows = continued(plain, begin, SHORT_ROW + 2, sampling)
         parts.append(rows.int())
         own += rows.shape[0] * (rows.shape[1] - given)

@@ -8,7 +8,6 @@ transformers loads the checkpoint's.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.workload import Prompt
 
 THREAD_COUNTS = (1, 2)
-_COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,11 @@ def run_peer(job: PeerJob) -> PeerResult:
     """Generate for every prompt; call it in a process of its own.
 
     Raises:
-        BenchmarkFailure: the checkpoint is quantised, or transformers misses a text tensor of it.
+        BenchmarkFailure: transformers misses a text tensor of the checkpoint.
     """
+    # Not at the top: the benchmark's own process stays without torch.
+    from benchmarks.support.float32_checkpoint import write_float32
+
     with tempfile.TemporaryDirectory(prefix="flare-peer-") as folder:
         write_float32(job.checkpoint, Path(folder))
         peer = _Peer(Path(folder), job.max_tokens)
@@ -84,33 +85,6 @@ def run_peer(job: PeerJob) -> PeerResult:
     best = max(THREAD_COUNTS, key=lambda n: rate([run for run in runs if run.threads == n]))
     runs += [peer.generate(prompt, best) for prompt in job.rest]
     return PeerResult(tuple(runs), best)
-
-
-def write_float32(checkpoint: Path, folder: Path) -> None:
-    """Copy a checkpoint with every floating-point tensor as float32.
-
-    Raises:
-        BenchmarkFailure: it is quantised; transformers and the service would not get equal weights.
-    """
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    if config.get("quantization_config") or config.get("text_config", {}).get(
-        "quantization_config"
-    ):
-        raise BenchmarkFailure(f"{checkpoint.name} is quantised: give its unquantised edition")
-    for name in _COPIED:
-        if (checkpoint / name).is_file():
-            shutil.copyfile(checkpoint / name, folder / name)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        tensors |= load_file(file)
-    wide = {
-        name: tensor.float().contiguous() if tensor.is_floating_point() else tensor
-        for name, tensor in tensors.items()
-    }
-    save_file(wide, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 class _Peer:

@@ -21,12 +21,15 @@ from benchmarks.serving.client import Observation, Pass, StreamReader, run_pass,
 from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import Memory, MemorySample
-from benchmarks.serving.peer import PeerResult, PeerRun, write_float32
+from benchmarks.serving.peer import PeerResult, PeerRun
 from benchmarks.serving.report import BOUNDS, FirstLight, first_light_metrics, print_tables
 from benchmarks.serving.service import open_target, require_free_port, service_environment
 from benchmarks.serving.workload import CATEGORIES, CHAT_PATH, TEXT_PATH, load_prompts, mixed
+from benchmarks.support.float32_checkpoint import write_float32
 from benchmarks.support.results import metric_at, write_result
 from flare_ray.contracts.messages import Failed
+from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.quantiser import quantise_tensors, rounded
 from flare_ray.frontend.tokenizer import TextCodec
 from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Recorder
@@ -224,10 +227,19 @@ def test_peer_gets_the_same_values_as_float32(tmp_path):
     assert (folder / "config.json").is_file()
 
 
-def test_peer_refuses_a_quantised_checkpoint(tmp_path):
-    (tmp_path / "config.json").write_text('{"text_config": {"quantization_config": {"a": 1}}}')
-    with pytest.raises(BenchmarkFailure, match="quantised"):
-        write_float32(tmp_path, tmp_path)
+def test_peer_gets_the_dequantised_values_of_a_quantised_checkpoint(tmp_path):
+    source, folder = tmp_path / "source", tmp_path / "wide"
+    source.mkdir()
+    folder.mkdir()
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
+    stored = quantise_tensors({"a.weight": weight}, lambda *_: WeightFormat.FP8_BLOCK)
+    save_file(stored, source / "model.safetensors")
+    (source / "config.json").write_text('{"quantization_config": {"quant_method": "modelopt"}}')
+    write_float32(source, folder)
+    wide = load_file(folder / "model.safetensors")
+    assert wide.keys() == {"a.weight"}
+    assert torch.equal(wide["a.weight"], rounded(weight, WeightFormat.FP8_BLOCK))
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
 def test_acceptance_counts_what_the_rounds_of_a_real_engine_emitted(tmp_path, prompts):

@@ -96,8 +96,8 @@ def long_recall(r: random.Random, count: int) -> tuple[list[Message], str]:
 
 
 def distant_recall(r: random.Random, corpus: Corpus) -> tuple[list[Message], str]:
-    """A question about a code more than 2,048 tokens back, and the answer: either one of the first of
-    250 listed codes, or one of few codes before a long text.
+    """A question about a code more than 2,048 tokens back, and the answer: one of the first of 250
+    listed codes, or one of few codes before a long text.
     """
     if r.random() < 0.5:
         messages, codes = _list(r, 250)

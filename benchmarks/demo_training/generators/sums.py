@@ -96,8 +96,8 @@ def _change(r: random.Random) -> Exchange:
     steps = f"{count} * {price}. {_multiply_steps(count, price)} Then {paid} - {cost}. "
     steps += f"{cost} + {paid - cost} = {paid}, so {paid} - {cost} = {paid - cost}."
     return Exchange(
-        f"{name} buys {count} {item} at {price} dollars each and pays with {paid} dollars. How much "
-        f"change does {name} get?",
+        f"{name} buys {count} {item} at {price} dollars each and pays with {paid} dollars. "
+        f"How much change does {name} get?",
         f"{name} gets {paid - cost} dollars back.",
         steps,
     )

@@ -216,7 +216,7 @@ class Mla(nn.Module):
         """[B, 1, T, T] bool: what every query sees with ``budget`` pools, its own tail beside them.
 
         Args:
-            x: [B, T, H] input of the layer, T a multiple of the pool size.
+            x: [B, T, H] input of the layer.
             budget: pools.
         """
         at = torch.arange(x.shape[1], device=x.device)
@@ -225,6 +225,7 @@ class Mla(nn.Module):
             scores = self.indexer.scores(part, self.query_latent(part), pooled)
             complete = ((block + 1) // self.indexer.pool).expand(x.shape[0], -1)
             left_out = unchosen_tokens(scores, complete, budget, self.indexer.pool)
+            left_out = F.pad(left_out, (0, len(at) - left_out.shape[-1]))  # the open pool stays
             parts.append(~left_out & (at <= block[:, None]))
         return torch.cat(parts, 1).unsqueeze(1)
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .functional import MhcSpec, Written
 from .kernels import Kernels
-from .layers import Config, Layer, Linear, Moe, MtpLayer, Vector
+from .layers import Config, Layer, Linear, Mla, Moe, MtpLayer, Vector
 
 
 class DemoModel(nn.Module):
@@ -48,6 +48,12 @@ class DemoModel(nn.Module):
                 site = layers[i + 1].attention_site()
                 x, streams, write, mixer = kernels.turn_site(written, site, spec, dtype)
         return kernels.close_site(written, self.norm.weight, spec.rms_eps).unflatten(0, (rows, -1))
+
+    def set_budget(self, tokens: int | None) -> None:
+        """Let every latent-attention layer choose at most so many tokens, or see all (None)."""
+        for layer in self.modules():
+            if isinstance(layer, Mla):
+                layer.budget = None if tokens is None else tokens // layer.indexer.pool
 
     def moes(self) -> list[Moe]:
         """Every expert layer, the MTP layer's last."""

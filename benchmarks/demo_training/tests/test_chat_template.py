@@ -7,7 +7,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from benchmarks.demo_training.chat_format import chat_template, parse_answer, render
-from benchmarks.demo_training.evaluate import PROMPTS, selected
+from benchmarks.demo_training.heldout import FROZEN_PROMPTS, selected
 
 CALLS = [
     {"id": "a", "type": "function", "function": {"name": "one", "arguments": {"x": 1, "y": "z"}}},
@@ -33,7 +33,7 @@ def rendered(messages, *, trim=True, **variables):
 
 @pytest.mark.parametrize("trim", TRIMS)
 def test_template_equals_renderer_on_every_held_out_conversation(trim):
-    items = [i for i in selected(PROMPTS, 24, []) if i["messages"]]
+    items = [i for i in selected(FROZEN_PROMPTS) if i["messages"]]
     assert len(items) == 8 * 24
     for item in items:
         text = rendered(

@@ -20,6 +20,7 @@ from flare_ray.device.weights.formats.nvfp4 import Nvfp4Parts, quantise_nvfp4
 Choice = Callable[[str, Tensor], WeightFormat]
 """The format of a tensor, by its name and value: plain, FP8_BLOCK or NVFP4_MODELOPT."""
 
+PACKED_DTYPES = frozenset({torch.uint8, torch.float8_e4m3fn})
 ALGORITHMS = {WeightFormat.FP8_BLOCK: "FP8_PB_WO", WeightFormat.NVFP4_MODELOPT: "NVFP4"}
 """How a mixed-precision configuration spells the two formats."""
 
@@ -71,7 +72,11 @@ def quantise_tensors(tensors: Mapping[str, Tensor], choice: Choice) -> dict[str,
 
 
 def dequantise_tensors(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The reverse of `quantise_tensors`; matrices that were quantised come back in `dtype`."""
+    """The reverse of `quantise_tensors`; matrices that were quantised come back in `dtype`.
+
+    Raises:
+        ValueError: a packed tensor lacks the scales that `quantise_tensors` writes beside it.
+    """
     out: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         if name.endswith(("_scale_inv", ".weight_scale", ".weight_scale_2")):
@@ -81,6 +86,11 @@ def dequantise_tensors(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict
         elif f"{name}_scale_2" in stored:
             scales = stored[f"{name}_scale"], stored[f"{name}_scale_2"]
             out[name] = Nvfp4Parts(tensor, *scales).dequantise(dtype)
+        elif tensor.dtype in PACKED_DTYPES:
+            raise ValueError(
+                f"{name} is stored as {tensor.dtype} without _scale_inv or _scale_2 beside it; only "
+                "checkpoints in this project's spelling can be read back here"
+            )
         else:
             out[name] = tensor
     return out
