@@ -290,6 +290,16 @@ def _draft_batches(run: Run, sampled: Tensor) -> Iterator[Tensor]:
                 yield sampled[at].long()
 
 
+def depth_masks(rows: int, device: torch.device) -> list[Tensor]:
+    """[rows T] float for every depth, zero where a row has no meaning.
+
+    Row i of step k has a whole chain behind it from i = k - 1 on; the last row has no trunk
+    distribution after it.
+    """
+    at = torch.arange(SHORT_ROW, device=device).repeat(rows)
+    return [((at >= k) & (at < SHORT_ROW - 1)).float() for k in range(MTP_DEPTH)]
+
+
 def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
     """Train the MTP layer on the frozen trunk, ``MTP_DEPTH`` recursive steps for every position at
     once.
@@ -307,10 +317,7 @@ def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
         trained, s.mtp_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
     )
     batches = _draft_batches(run, sampled)
-    # Row i of step k has a whole chain behind it from i = k - 1 on; the last row has no trunk
-    # distribution after it.
-    at = torch.arange(SHORT_ROW, device=run.device).repeat(s.mtp_rows)
-    keeps = [((at >= k) & (at < SHORT_ROW - 1)).float() for k in range(MTP_DEPTH)]
+    keeps = depth_masks(s.mtp_rows, run.device)
     weights = torch.tensor([DEPTH_DECAY**k for k in range(MTP_DEPTH)], device=run.device)
     names = [f"mtp.{name}" for name, _ in mtp.named_parameters()]
     clock = Clock(s.drafter_s, begun)
