@@ -120,13 +120,15 @@ class BatchedSession:
         return kernels.close_site(written, model.norm.weight, spec.rms_eps).unflatten(0, rows)
 
     def _attend(self, index: int, layer: Layer, x: Tensor) -> Tensor:
-        cache = self._caches[index]
-        if isinstance(cache, KdaCache):
-            y, candidates = _kda_rows(layer.self_attn, cache, x)
+        cache, attention = self._caches[index], layer.self_attn
+        if isinstance(attention, Kda):
+            assert isinstance(cache, KdaCache)
+            y, candidates = _kda_rows(attention, cache, x)
             self._candidates.append(candidates)
             return y
+        assert isinstance(cache, MlaCache)
         self._candidates.append(None)
-        return self._mla_rows(layer.self_attn, cache, x, self.lengths)
+        return self._mla_rows(attention, cache, x, self.lengths)
 
     def commit(self, rows: Tensor, longest: int | None = None) -> None:
         """Keep the first ``rows`` [B] verified rows of every request, 0 = none.

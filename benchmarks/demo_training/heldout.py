@@ -55,7 +55,7 @@ def write_held_out(settings: Settings) -> None:
     write_prompts(corpus, tokenizer, settings.out / PROMPTS_FILE, settings.prompts)
     corpus.long_context = True
     data[LONG_ROWS] = taken("eval-long", LONG_ROW, LONG_SHARES, settings.eval_rows)
-    np.savez(settings.out / ROWS_FILE, **data)
+    np.savez(settings.out / ROWS_FILE, allow_pickle=False, **data)
     r = random.Random("distant recall")
     items = [distant_recall(r, corpus) for _ in range(settings.prompts)]
     lines = [

@@ -180,7 +180,7 @@ def summary(
         rounds = int(answers.rounds[at].sum())
         accepted, reached = answers.accepted[at].sum(0), answers.reached[at].sum(0)
         verdicts: dict[str, list[bool]] = defaultdict(list)
-        samples = []
+        samples: list[dict[str, str]] = []
         for i in at:
             kept = [t for t in answers.tokens[i] if t not in STOP_IDS]
             text = tokenizer.decode(kept, skip_special_tokens=False)

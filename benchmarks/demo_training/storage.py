@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.quantiser import rounded
+
+from .network import DemoModel
 
 SMALLEST_ROWS = 64
 """Matrices of fewer rows (router, beta, index weights) steer and weigh nothing: they stay plain."""
@@ -37,7 +39,7 @@ def round_parameter(name: str, parameter: Tensor, experts: int) -> None:
 
 
 @torch.no_grad()
-def round_in_place(model: nn.Module, names: list[str]) -> None:
+def round_in_place(model: DemoModel, names: list[str]) -> None:
     """Make the named parameters what they will read back as."""
     parameters = dict(model.named_parameters())
     for name in names:
@@ -45,7 +47,7 @@ def round_in_place(model: nn.Module, names: list[str]) -> None:
 
 
 @contextmanager
-def seen_as_stored(model: nn.Module, names: list[str], active: bool) -> Iterator[None]:
+def seen_as_stored(model: DemoModel, names: list[str], active: bool) -> Iterator[None]:
     """While open, the named parameters hold their rounded values; afterwards their own again.
 
     A backward pass inside computes gradients at the rounded values for the unrounded ones: the

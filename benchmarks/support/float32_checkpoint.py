@@ -15,8 +15,8 @@ COPIED = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_
 
 
 def write_float32(checkpoint: Path, folder: Path) -> None:
-    """Copy a checkpoint with every floating-point tensor as float32, quantised matrices as the values
-    that the service computes with.
+    """Copy a checkpoint with every floating-point tensor as float32, quantised matrices as the
+    values that the service computes with.
     """
     for name in COPIED:
         if (checkpoint / name).is_file():

@@ -88,8 +88,8 @@ def dequantise_tensors(stored: Mapping[str, Tensor], dtype: torch.dtype) -> dict
             out[name] = Nvfp4Parts(tensor, *scales).dequantise(dtype)
         elif tensor.dtype in PACKED_DTYPES:
             raise ValueError(
-                f"{name} is stored as {tensor.dtype} without _scale_inv or _scale_2 beside it; only "
-                "checkpoints in this project's spelling can be read back here"
+                f"{name} is stored as {tensor.dtype} without _scale_inv or _scale_2 beside it; "
+                "only checkpoints that quantise_tensors wrote can be read back here"
             )
         else:
             out[name] = tensor

@@ -112,7 +112,7 @@ def _kda(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
 
 
 def _mla(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec]:
-    """Every projection may be quantised: the FP8 release does so to four of them, the demo to all."""
+    """Every projection may be quantised; the FP8 release does so to four, the demo to most."""
     mla, index, hidden = geometry.mla, geometry.index, geometry.hidden
 
     def matrix(name: str, shape: tuple[int, int], shard_dim: int | None = None) -> TensorSpec:
