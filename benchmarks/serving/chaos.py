@@ -1,0 +1,238 @@
+"""``python -m benchmarks.serving.chaos --minutes 10``: ranks, engines and HTTP replicas are killed.
+
+Clients stream and wait for whole answers while one process at a time, chosen at random, gets
+SIGKILL. Every request must end complete or with one clear error: an error status, an error event
+that ends its stream, or a broken connection. A 200 that stops without its end, or an answer that
+never comes, is neither. Recovery is the time from the kill to the end of the first short request
+that was sent after it. At the end nothing may be held: page, process, port or shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+from pydantic import JsonValue
+from rich.console import Console
+
+from benchmarks.serving.chaos_load import CLEAR, END_NAMES, Clients
+from benchmarks.serving.failure import BenchmarkFailure
+from benchmarks.serving.memory import process_label, tree_of
+from benchmarks.serving.service import (
+    Service,
+    leave_on_terminate,
+    open_target,
+    require_free_port,
+    serving,
+)
+from benchmarks.serving.soak import wait_until_idle
+from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
+from benchmarks.support.results import Bound, print_result, write_result
+from flare_ray.metrics import names
+
+RESULT = "chaos"
+OFFICIAL_MINUTES = 10.0
+CLIENTS = 4
+CALM_S = (5.0, 20.0)
+"""Between a recovery and the next kill."""
+PROBE_S = 0.2
+PROBE_LIMIT_S = 5.0
+GIVE_UP_S = 180.0
+ROLES = {"rank": "RankActor", "engine": ":Engine", "ingress": ":Ingress"}
+"""What a victim's process title contains, by kind."""
+SHARED = "/dev/shm/"
+SEED = 4
+BOUNDS = (
+    Bound(metric="unclear_ends", operator="==", value=0),
+    Bound(metric="recovery_s_max", operator="<=", value=30.0),
+    Bound(metric="pages_held_at_end", operator="==", value=0),
+    Bound(metric="requests_left_at_end", operator="==", value=0),
+    Bound(metric="shared_memory_left", operator="==", value=0),
+)
+
+
+@dataclass(slots=True)
+class Kills:
+    """Recovery times by kind of victim, and shared memory that any victim's service has used."""
+
+    recoveries_s: dict[str, list[float]] = field(default_factory=dict)
+    shared: set[str] = field(default_factory=set)
+
+    @property
+    def all_s(self) -> list[float]:
+        """Every recovery."""
+        return [second for seconds in self.recoveries_s.values() for second in seconds]
+
+
+class Killer:
+    """Kills, and waits for the service to come back.
+
+    Args:
+        probe: body and path of a short request.
+    """
+
+    def __init__(self, service: Service, probe: Prompt, console: Console, *, seed: int) -> None:
+        self.kills = Kills()
+        self._service = service
+        self._body = probe.body(service.target.model, 2) | {"stream": False}
+        self._body.pop("stream_options", None)
+        self._path = probe.path
+        self._console = console
+        self._random = random.Random(seed)
+
+    async def run(self, until_s: float) -> None:
+        """Kill until the time is over; each kind once before any twice.
+
+        Raises:
+            BenchmarkFailure: the service did not come back.
+        """
+        order: list[str] = []
+        while time.monotonic() < until_s:
+            await asyncio.sleep(self._random.uniform(*CALM_S))
+            order = order or self._random.sample(sorted(ROLES), len(ROLES))
+            kind = order.pop()
+            pid = self._victim(kind)
+            killed_s = time.monotonic()
+            os.kill(pid, signal.SIGKILL)
+            await self._recovered(kind)
+            took_s = time.monotonic() - killed_s
+            self.kills.recoveries_s.setdefault(kind, []).append(took_s)
+            self._console.print(f"{kind}: back after {took_s:.1f} s", highlight=False)
+
+    def _victim(self, kind: str) -> int:
+        self._service.note_descendants()
+        found = []
+        for process in tree_of(self._service.pid):
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                self.kills.shared.update(shared_files(process.pid))
+                if ROLES[kind] in process_label(process.cmdline()):
+                    found.append(process.pid)
+        if not found:
+            raise BenchmarkFailure(f"no {kind} process is running")
+        return self._random.choice(found)
+
+    async def _recovered(self, kind: str) -> None:
+        deadline_s = time.monotonic() + GIVE_UP_S
+        async with httpx.AsyncClient(
+            base_url=self._service.base_url, timeout=PROBE_LIMIT_S, trust_env=False
+        ) as client:
+            while time.monotonic() < deadline_s:
+                with contextlib.suppress(httpx.TransportError):
+                    answer = await client.post(self._path, json=self._body)
+                    if answer.status_code == httpx.codes.OK:
+                        return
+                await asyncio.sleep(PROBE_S)
+        raise BenchmarkFailure(f"not back {GIVE_UP_S:.0f} s after its {kind} was killed")
+
+
+def shared_files(pid: int) -> set[str]:
+    """Files in shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return {line[line.index(SHARED) :].split()[0] for line in lines if SHARED in line}
+
+
+async def storm(clients: Clients, killer: Killer, minutes: float) -> None:
+    """Load and kills side by side; ends when every request has."""
+    until_s = time.monotonic() + minutes * 60
+    load = asyncio.create_task(clients.run(until_s, CLIENTS))
+    try:
+        await killer.run(until_s)
+        await load
+    finally:
+        load.cancel()
+
+
+def chaos_metrics(
+    ends: Counter[str], kills: Kills, held: Mapping[str, float]
+) -> dict[str, JsonValue]:
+    """The result file's metrics.
+
+    Args:
+        ends: requests by outcome.
+        held: what was not given back, by metric.
+    """
+    table: dict[str, JsonValue] = {name: ends[name] for name in END_NAMES}
+    return {
+        "unclear_ends": sum(count for name, count in ends.items() if name not in CLEAR),
+        "recovery_s_max": max(kills.all_s, default=0.0),
+        **held,
+        "requests": table,
+        "kills": {kind: len(seconds) for kind, seconds in kills.recoveries_s.items()},
+        "recovery_s": {
+            kind: [round(s, 2) for s in seconds] for kind, seconds in kills.recoveries_s.items()
+        },
+    }
+
+
+def run(
+    port: int | None, prompts_file: Path, minutes: float, console: Console, *, seed: int = SEED
+) -> dict[str, JsonValue]:
+    """A whole run; returns the metrics.
+
+    Raises:
+        BenchmarkFailure: the service did not start, come back, or stop without a trace.
+    """
+    with open_target(port=port) as target:
+        prompts = load_prompts(prompts_file, target.checkpoint)
+        rows = [prompt for category in prompts.values() for prompt in category]
+        with serving(target) as service:
+            clients = Clients(service.base_url, target.model, rows, seed=seed)
+            killer = Killer(service, rows[0], console, seed=seed)
+            asyncio.run(storm(clients, killer, minutes))
+            last = wait_until_idle(service)
+        # Every process of the service has been waited for.
+        require_free_port(*target.address)
+    left = sum(Path(path).exists() for path in killer.kills.shared)
+    held = {
+        "pages_held_at_end": last.value(names.PAGES_TOTAL) - last.value(names.PAGES_FREE),
+        "requests_left_at_end": last.value(names.REQUESTS_RUNNING)
+        + last.value(names.REQUESTS_WAITING),
+        "shared_memory_left": left,
+    }
+    for note in clients.noted:
+        console.print(note, highlight=False, markup=False)
+    return chaos_metrics(clients.ends, killer.kills, held)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serving.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=OFFICIAL_MINUTES, help="length of the run")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="prompts, JSON lines")
+    parser.add_argument("--port", type=int, help="another port than the deployment's")
+    parser.add_argument("--seed", type=int, default=SEED, help="of victims, prompts and pauses")
+    options = parser.parse_args(arguments)
+    leave_on_terminate()
+    console = Console()
+    try:
+        metrics = run(options.port, options.prompts, options.minutes, console, seed=options.seed)
+    except BenchmarkFailure as failure:
+        print(f"chaos failed: {failure}", file=sys.stderr)
+        return 2
+    if options.minutes >= OFFICIAL_MINUTES:
+        result = write_result(RESULT, metrics, BOUNDS)
+        print_result(result, console)
+        return int(not all(target.met for target in result.targets))
+    for name, value in metrics.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    console.print("not an official run: no result was written")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
