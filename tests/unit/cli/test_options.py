@@ -69,6 +69,7 @@ def test_every_row_of_the_table_is_an_option():
         ("prefill_tokens", 64),
         ("prefix_cache", False),
         ("prefix_cache_bytes", 4096),
+        ("prefix_cache_host_bytes", 1 << 20),
         ("reproducible", "always"),
         ("logprobs", "processed"),
         ("grammar", False),
@@ -95,6 +96,15 @@ def test_option_replaces_its_setting(option, value):
     for part in SETTINGS[option].split("."):
         config = getattr(config, part)
     assert config == value
+
+
+def test_disk_tier_is_chosen_by_its_path_and_bytes():
+    cache = configured(
+        prefix_cache_host_bytes=1 << 20, prefix_cache_disk_path="p", prefix_cache_disk_bytes=1 << 22
+    ).prefix_cache
+    assert (cache.disk_path, cache.disk_bytes) == ("p", 1 << 22)
+    with pytest.raises(ConfigError, match="host_bytes"):
+        configured(prefix_cache_disk_path="p")
 
 
 def test_option_left_out_keeps_the_file():
