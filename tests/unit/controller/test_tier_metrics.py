@@ -34,11 +34,11 @@ def value(harness, series, tier):
 
 
 def test_series_of_every_tier_are_its_own_counts(make_tiered):
-    """Traffic that saves to, restores from and evicts in each tier; the disk has room for one."""
-    harness = make_tiered(disk_bytes=66_900, host_bytes=6000)
+    """Traffic that saves to and restores from each tier, and evicts from all but the disk."""
+    harness = make_tiered(disk_bytes=100_000, host_bytes=6000)
     prompt = prompt_of(150)
     leave_on_disk(harness, prompt)
-    assert run(harness, "disk", prompt, max_tokens=3).cached_tokens == 128
+    assert run(harness, "disk", prompt, max_tokens=3).cached_tokens == 150
     others(harness, 12)
     run(harness, "again", prompt, max_tokens=3)
     settle(harness)
@@ -49,7 +49,8 @@ def test_series_of_every_tier_are_its_own_counts(make_tiered):
             assert value(harness, series, tier) == getattr(stats, field), (tier, field)
         assert value(harness, names.SNAPSHOTS_HELD, tier) == stats.snapshots
         assert value(harness, names.SNAPSHOT_BYTES, tier) == stats.used_bytes
-        assert stats.saved_tokens > 0 and stats.evicted_tokens > 0, tier
+        assert stats.saved_tokens > 0, tier
+        assert tier == "disk" or stats.evicted_tokens > 0, tier
         assert stats.used_bytes <= stats.limit_bytes
     assert stats_of(harness, "disk").restored_tokens >= 128
 
