@@ -82,8 +82,8 @@ class Served:
     def __exit__(self, *_: object) -> None:
         self.core.shutdown(0.0)
 
-    def say(self, prompt, max_tokens=12, **fields) -> tuple[list[int], int]:
-        """(text, cached tokens)."""
+    def submit(self, prompt, max_tokens=12) -> tuple[str, Consumer]:
+        """Ask and do not wait: the request's id, and who hears the answer."""
         self._number += 1
         consumer = Consumer()
         request = GenerationRequest(
@@ -92,9 +92,13 @@ class Served:
             sampling=GREEDY,
             max_tokens=max_tokens,
             ignore_eos=True,
-            **fields,
         )
         self.core.submit(request, consumer)
+        return request.request_id, consumer
+
+    def say(self, prompt, max_tokens=12) -> tuple[list[int], int]:
+        """(text, cached tokens)."""
+        _, consumer = self.submit(prompt, max_tokens)
         end = consumer.end()
         assert isinstance(end, Finished), end
         return consumer.tokens, end.cached_tokens
@@ -297,3 +301,64 @@ def test_size_cap_holds_at_every_moment(folder, tmp_path):
             files = [path.stat().st_size for path in tmp_path.glob("engine-0/*.part")]
             assert sum(files) <= cap
         assert engine.tier("disk").snapshots
+
+
+STORMS = [2, pytest.param(20, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rounds", STORMS)
+def test_stop_at_any_moment_of_a_move_leaves_nothing_to_repair(
+    folder, cold, tmp_path, random_seed, rounds
+):
+    """Stops without a drain while prefixes are read, copied and written; none hangs."""
+    rng = random.Random(random_seed)
+    config = settings(folder, disk_cache(tmp_path), queue_depth=2)
+    prompts = [prompt_of(length, 50 + length) for length in (64, 100, 129, 190)]
+    expected = [cold.say([*prompt, 7])[0] for prompt in prompts]
+    for _ in range(rounds):
+        with Served(config) as engine:
+            assert engine.tier("disk").corrupt_files == 0
+            engine.core.reset_cache(LOWER)
+            for number in range(8):
+                engine.submit([*rng.choice(prompts), number])
+            time.sleep(rng.uniform(0.0, 0.05))
+            started = time.monotonic()
+            engine.core.shutdown(0.0)
+            assert time.monotonic() - started < REST_S
+        names = [path.name for path in tmp_path.glob("engine-0/*")]
+        assert not [name for name in names if name.endswith(".new")]
+    with Served(config) as engine:
+        for prompt, text in zip(prompts, expected, strict=True):
+            assert engine.say([*prompt, 7])[0] == text
+        assert engine.tier("disk").corrupt_files == 0
+
+
+@pytest.mark.parametrize("rounds", STORMS)
+def test_resets_and_cancels_during_restores_change_no_text(
+    folder, cold, tmp_path, random_seed, rounds
+):
+    rng = random.Random(random_seed)
+    config = settings(folder, disk_cache(tmp_path), queue_depth=2, debug_checks=True)
+    prompts = [prompt_of(length, 70 + length) for length in (64, 100, 129, 190)]
+    expected = [cold.say([*prompt, 7])[0] for prompt in prompts]
+    with Served(config) as engine:
+        for _ in range(rounds):
+            asked = []
+            for _ in range(12):
+                place = rng.randrange(len(prompts))
+                name, consumer = engine.submit([*prompts[place], 7])
+                asked.append((place, consumer))
+                time.sleep(rng.choice([0.0, 0.0, 0.002, 0.01]))
+                if rng.random() < 0.2:
+                    engine.core.cancel(name)
+                if rng.random() < 0.4:
+                    tiers = frozenset(tier for tier in Tier if rng.random() < 0.6)
+                    engine.core.reset_cache(tiers)
+            for place, consumer in asked:
+                end = consumer.end()
+                if isinstance(end, Finished):
+                    assert consumer.tokens == expected[place]
+                else:
+                    assert end.code == "cancelled"
+        engine.rest()
+        assert engine.tier("disk").corrupt_files == 0 and not engine.core.fatal
