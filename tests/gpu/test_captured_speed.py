@@ -1,0 +1,82 @@
+"""What capturing gains at one lane, printed as JSON (contract: C7; figures are for reading)."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.captured import rank_of
+from tests.support.mixed_rounds import PLAIN
+from tests.support.scripted.harness import Driver
+from tests.support.served_glm import served_glm
+
+pytestmark = pytest.mark.gpu
+
+ROUNDS = 30
+SKIPPED = 5
+WIDTHS = (1, 6)
+CHECKPOINT = "FLARE_SPEED_CHECKPOINT"
+"""Environment variable: a GLM checkpoint folder to time; the micro one otherwise."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    given = os.environ.get(CHECKPOINT)
+    return Path(given) if given else served_glm(tmp_path_factory.mktemp("micro") / "glm")
+
+
+def timed(driver: Driver, width: int) -> dict[str, float]:
+    """Medians of a round of one lane, in microseconds: as the host sees it, and on the device."""
+    (request,) = driver.prefill([driver.open(range(3, 43), 0, budget=420, sampling=PLAIN, eos=())])
+    rank = driver.ranks[0]
+    wall, device = [], []
+    for _ in range(ROUNDS):
+        started = time.perf_counter_ns()
+        driver.round([request], width)
+        wall.append(time.perf_counter_ns() - started)
+    program = rank.backend.program(driver.log[-1][0].shape)
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            program.replay()
+            end.record()
+            end.synchronize()
+            device.append(start.elapsed_time(end) * 1e6)
+    driver.close(request)
+    return {
+        "wall_us": statistics.median(wall[SKIPPED:]) / 1e3,
+        "device_us": statistics.median(device[SKIPPED:]) / 1e3,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_captured_rounds_of_one_lane_are_faster_than_eager_ones(folder, dtype):
+    fields = {"dtype": dtype, "debug_checks": False, "speculation": {"draft_tokens": 5}}
+    figures: dict[str, dict] = {}
+    for eager in (True, False):
+        started = time.perf_counter()
+        rank = rank_of(folder, eager=eager, **fields)
+        kind = "eager" if eager else "captured"
+        figures[kind] = {"start_s": time.perf_counter() - started}
+        for width in WIDTHS:
+            driver = Driver(rank)
+            driver.round_ids = iter(range(rank._ledger._last_round + 1, 1 << 30))
+            driver._epochs = iter(range(1000 * width, 1 << 30))
+            figures[kind][f"w{width}"] = timed(driver, width)
+        rank.close()
+        del rank, driver
+        torch.cuda.empty_cache()
+    ratios = {
+        f"graph_vs_eager_w{width}": figures["eager"][f"w{width}"]["wall_us"]
+        / figures["captured"][f"w{width}"]["wall_us"]
+        for width in WIDTHS
+    }
+    print(json.dumps({"dtype": dtype, **ratios, **figures}))
+    assert min(ratios.values()) > 1.0
