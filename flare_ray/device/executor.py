@@ -76,7 +76,8 @@ class RankExecutor:
         rank: rank of the TP group; only rank 0 returns rows.
         publication: keep publication rows (contract: M4).
         recorder: how a captured backend records; None = as CUDA graphs.
-        debug_checks: a program that allocates after preparation is a fault; captured backend only.
+        debug_checks: a program that allocates after preparation is a fault; captured backend
+            without a host tier only.
     Attributes:
         manifest: as given; priced by `price`.
         backend: its programs.
@@ -109,7 +110,9 @@ class RankExecutor:
             self.backend: Backend
             if manifest.captured:
                 recorder = recorder or CudaRecorder()
-                self.backend = CapturedBackend(model, manifest, recorder, watches=debug_checks)
+                # The allocator counts for the process, and moves take memory beside the rounds.
+                watches = debug_checks and not manifest.host_cache_bytes
+                self.backend = CapturedBackend(model, manifest, recorder, watches=watches)
             else:
                 self.backend = EagerBackend(model, manifest)
             sizes = scratch_sizes(manifest.shapes, manifest.vocab_size)

@@ -129,4 +129,4 @@ class GatedDeltaBlock:
         """[B, T, Hv, dv] float32 and raw gate [B * T, Hv dv] -> [B * T, Hv dv] float32."""
         length = torch.linalg.vector_norm(result, dim=-1, keepdim=True).hypot_(self._floor)
         normed = torch.div(result, length).mul_(self._norm)
-        return normed.view_as(gate).mul_(self._gate(gate.to(torch.float32)))
+        return normed.reshape(gate.shape).mul_(self._gate(gate.to(torch.float32)))
