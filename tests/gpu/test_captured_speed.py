@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flare_ray.device.executor import RankExecutor
 from tests.gpu.captured import rank_of
 from tests.support.mixed_rounds import PLAIN
 from tests.support.scripted.harness import Driver
@@ -18,6 +19,7 @@ from tests.support.served_glm import served_glm
 
 pytestmark = pytest.mark.gpu
 
+MIB = 1 << 20
 ROUNDS = 30
 SKIPPED = 5
 WIDTHS = (1, 6)
@@ -56,6 +58,21 @@ def timed(driver: Driver, width: int) -> dict[str, float]:
     }
 
 
+def memory(rank: RankExecutor) -> dict[str, float]:
+    """MiB: planned for the rank and for the graphs' pool, and what both took."""
+    budget = rank.manifest.budget
+    planned = sum(getattr(budget, name) for name in budget.__struct_fields__)
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "graphs": rank.manifest.graphs,
+        "plan_mib": planned / MIB,
+        "reserved_mib": torch.cuda.memory_reserved() / MIB,
+        "device_mib": (total - free) / MIB,
+        "pool_plan_mib": budget.graph_pool_bytes / MIB,
+        "pool_mib": getattr(rank.backend, "pool_bytes", 0) / MIB,
+    }
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_captured_rounds_of_one_lane_are_faster_than_eager_ones(folder, dtype):
     fields = {"dtype": dtype, "debug_checks": False, "speculation": {"draft_tokens": 5}}
@@ -64,7 +81,7 @@ def test_captured_rounds_of_one_lane_are_faster_than_eager_ones(folder, dtype):
         started = time.perf_counter()
         rank = rank_of(folder, eager=eager, **fields)
         kind = "eager" if eager else "captured"
-        figures[kind] = {"start_s": time.perf_counter() - started}
+        figures[kind] = {"start_s": time.perf_counter() - started, **memory(rank)}
         for width in WIDTHS:
             driver = Driver(rank)
             driver.round_ids = iter(range(rank._ledger._last_round + 1, 1 << 30))
