@@ -104,6 +104,26 @@ class Plan(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prepare(EngineOptions):
+    """Prepare an engine once and keep what its starts take over: prices of rounds, memory of
+    graphs, compiled kernels. Weights stay where they are."""
+
+    source: _Source
+    out: Annotated[Path, typer.Option(help="Folder to write; `--core` of a start.", metavar="CORE")]
+
+    def run(self) -> int:
+        """Load, warm and capture everything, then write the core."""
+        from flare_ray.cli.prepare import prepare_core
+        from flare_ray.cli.source import engine_of
+
+        config, changes = engine_of(self.source, self)
+        for line in changes:
+            typer.echo(line, err=True)
+        typer.echo(prepare_core(config, self.out))
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """Check a deployment file strictly, or what `helm template` writes: every key, every value,
     and whether a rendered cluster fits."""
@@ -219,7 +239,7 @@ class Fetch:
         return 0
 
 
-ENGINE_COMMANDS = ("plan", "serve", "debug-serve")
+ENGINE_COMMANDS = ("plan", "prepare", "serve", "debug-serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,6 +308,7 @@ def _root(
 for _name, _command in {
     "inspect": Inspect,
     "plan": Plan,
+    "prepare": Prepare,
     "check": Check,
     "serve": Serve,
     "debug-serve": DebugServe,

@@ -31,6 +31,7 @@ SETTINGS: dict[str, str] = {
     "kv_dtype": "kv_dtype",
     "quantised_activations": "quantised_activations",
     "eager": "eager",
+    "core": "core",
     "debug_checks": "debug_checks",
     "queue_depth": "queue_depth",
     "rank_timeout": "rank_timeout_s",
@@ -146,6 +147,7 @@ class EngineOptions:
     kv_dtype: Annotated[str | None, _setting("kv_dtype")] = None
     quantised_activations: Annotated[str | None, _setting("quantised_activations")] = None
     eager: Annotated[bool | None, _setting("eager", flags="--eager/--no-eager")] = None
+    core: Annotated[str | None, _setting("core")] = None
     debug_checks: Annotated[
         bool | None, _setting("debug_checks", flags="--debug-checks/--no-debug-checks")
     ] = None

@@ -249,6 +249,13 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     eager: bool = Field(
         False, description="Run without CUDA graphs (debugging); always so on CPU (contract: G6)."
     )
+    core: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder that `flare-ray prepare` wrote: measured prices, memory of graphs and "
+        "compiled kernels are taken from it, and only what it holds may be selected (contract: "
+        "G7). None = everything is measured at the start.",
+    )
     debug_checks: bool = Field(
         False,
         description="Overwrite freed pages, snapshot rows and slots with NaN, and compare the "

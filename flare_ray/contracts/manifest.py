@@ -111,3 +111,20 @@ def agreed_manifest(manifests: Sequence[PreparedManifest]) -> PreparedManifest:
         for shape, cost in manifest.prices:
             slowest[shape] = max(cost, slowest.get(shape, 0))
     return msgspec.structs.replace(manifests[0], prices=tuple(slowest.items()))
+
+
+class PreparedCore(msgspec.Struct, frozen=True, kw_only=True):
+    """What `flare-ray prepare` keeps of a preparation, beside the kernels it compiled (contract:
+    G7).
+
+    Attributes:
+        manifest: what was prepared, with the prices of its rounds and the bytes that its graphs
+            really took.
+        device_name: the chip, or the processor's architecture on CPU.
+        torch: release that it ran on.
+    """
+
+    version: int = MANIFEST_VERSION
+    manifest: PreparedManifest
+    device_name: str
+    torch: str

@@ -24,6 +24,7 @@ from flare_ray.contracts.manifest import ByteBudget, PreparedManifest, SamplingD
 from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.device.capacity import check_capacity, free_bytes, sum_text
+from flare_ray.device.core import check_device, read_core, selected, use_kernels
 from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
 from flare_ray.device.graphs.pool import PoolSizes, pool_bytes
@@ -57,6 +58,8 @@ from flare_ray.recipes.registry import find_recipe
 logger = logging.getLogger(__name__)
 SNAPSHOTS_PER_SLOT = 8
 """Prefix snapshots unless the settings give bytes; a guess, a request keeps two or three."""
+PROVEN_ARCHITECTURES = ((9, 0),)
+"""Compute capabilities on which `tests/gpu` has passed."""
 GENERATION_FILE = "generation_config.json"
 
 
@@ -85,21 +88,25 @@ def plan_engine(config: EngineConfig) -> PreparedManifest:
 
 
 def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
-    """Load, allocate and warm one rank.
+    """Load, allocate, warm and, on CUDA, capture one rank.
 
     Args:
         comm: this rank's group; its size is the configured TP degree.
     Raises:
         ConfigError, CheckpointError: as `plan_engine`; a tensor of the checkpoint does not match.
-        CapacityError: weights, pages, state and scratch do not fit the free memory.
+        CapacityError: weights, pages, state, graphs and scratch do not fit the free memory.
     """
     if comm.size != config.tensor_parallel_size:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, the group has {comm.size} "
             "ranks; start as many ranks as configured"
         )
-    _refuse_captured(config)
     plan = make_plan(config)
+    if config.device == "cuda":
+        _check_cuda(comm.rank)
+    if config.core is not None:
+        check_device(plan.manifest, read_core(config.core))
+        use_kernels(config.core)
     if config.device == "cpu":
         torch.set_num_threads(config.threads_per_rank)
     try:
@@ -116,18 +123,33 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
             f"the device's memory ended while the engine was prepared: {error}; "
             f"{sum_text(plan.manifest)}"
         ) from error
-    if config.speculation.policy == "adaptive":
+    if config.speculation.policy == "adaptive" and not plan.manifest.prices:
         executor.price()
     return executor
 
 
-def _refuse_captured(config: EngineConfig) -> None:
-    """Nothing has proven captured programs on a device yet."""
-    if config.device == "cuda" and not config.eager:
+def _check_cuda(rank: int) -> None:
+    """Name the chip, and whether results for its architecture exist here (contract: G6).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not torch.cuda.is_available():
         raise ConfigError(
-            "device: cuda needs captured graphs, which this release does not serve yet; set eager: "
-            "true to run the same programs uncaptured, or device: cpu"
+            "device: cuda, but torch sees no CUDA device here; set device: cpu or start where a "
+            "driver and a GPU are visible"
         )
+    major, minor = torch.cuda.get_device_capability()
+    known = (major, minor) in PROVEN_ARCHITECTURES
+    logger.log(
+        logging.INFO if known else logging.WARNING,
+        "rank %d: %s, SM%d%d: %s",
+        rank,
+        torch.cuda.get_device_name(),
+        major,
+        minor,
+        "tested" if known else "no test of this release has run on this architecture",
+    )
 
 
 def check_checkpoint(config: EngineConfig) -> None:
@@ -202,6 +224,8 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         captured=captured,
         graphs=count_graphs(shapes) if captured else 0,
     )
+    if config.core is not None:
+        manifest = selected(manifest, read_core(config.core))
     return EnginePlan(manifest, recipe, geometry, _families(config))
 
 

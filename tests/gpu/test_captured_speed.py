@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flare_ray.actors.core import EngineCore
+from flare_ray.actors.inprocess import start_inprocess
+from flare_ray.contracts.messages import Finished
+from flare_ray.contracts.request import GenerationRequest, SamplingSpec
 from flare_ray.device.executor import RankExecutor
-from tests.gpu.captured import rank_of
+from tests.actors.test_core import Consumer
+from tests.gpu.captured import config_of, rank_of
 from tests.support.mixed_rounds import PLAIN
 from tests.support.scripted.harness import Driver
 from tests.support.served_glm import served_glm
@@ -97,3 +102,44 @@ def test_captured_rounds_of_one_lane_are_faster_than_eager_ones(folder, dtype):
     }
     print(json.dumps({"dtype": dtype, **ratios, **figures}))
     assert min(ratios.values()) > 1.0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("queue_depth", [1, 2])
+def test_whole_engine_of_one_lane_beside_replays(folder, queue_depth, width):
+    """Rounds of a whole engine in this process against replays of the same program, by the clock
+    of the device; prints, and bounds nothing but sanity."""
+    settings = {"policy": "fixed", "fixed_width": width, "draft_tokens": max(WIDTHS) - 1}
+    config = config_of(
+        folder,
+        dtype="bfloat16",
+        queue_depth=queue_depth,
+        debug_checks=False,
+        speculation={**settings, "families": "speculative"},
+        grammar={"enabled": False},
+    )
+    core = start_inprocess(config)
+    try:
+        seen = [generated(core, f"{queue_depth}-{width}-{turn}") for turn in range(3)]
+    finally:
+        core.shutdown(0.0)
+    print(json.dumps({"queue_depth": queue_depth, "width": width, "round_us": min(seen)}))
+    assert min(seen) > 0
+
+
+def generated(core: EngineCore, name: str) -> float:
+    """Microseconds a round of one request of 300 tokens."""
+    sampling = SamplingSpec(temperature=1.0, top_k=0, top_p=0.95, min_p=0.0, seed=7)
+    consumer = Consumer()
+    request = GenerationRequest(
+        request_id=name,
+        prompt_tokens=tuple(range(3, 43)),
+        sampling=sampling,
+        max_tokens=300,
+        ignore_eos=True,
+    )
+    rounds, started = core.stats().rounds, time.perf_counter()
+    core.submit(request, consumer)
+    assert isinstance(consumer.end(), Finished)
+    elapsed = time.perf_counter() - started
+    return elapsed / (core.stats().rounds - rounds) * 1e6

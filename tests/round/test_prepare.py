@@ -192,9 +192,11 @@ def test_setting_that_cannot_be_honoured_is_refused_by_name(checkpoint, name, mo
         plan_engine(config_of(checkpoint, **fields))
 
 
-def test_captured_graphs_are_refused_before_a_weight_is_read(checkpoint):
-    config = config_of(checkpoint, device="cuda", dtype="bfloat16")
-    with pytest.raises(ConfigError, match="eager: true"):
+@pytest.mark.parametrize("eager", [False, True])
+def test_cuda_without_a_device_is_refused_before_a_weight_is_read(checkpoint, eager, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = config_of(checkpoint, device="cuda", dtype="bfloat16", eager=eager)
+    with pytest.raises(ConfigError, match="sees no CUDA device"):
         prepare_rank(config, SingleGroup())
 
 

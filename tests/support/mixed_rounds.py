@@ -10,6 +10,7 @@ import numpy as np
 from flare_ray.contracts.plan import (
     LanePlan,
     LogitRule,
+    MaskAnswer,
     PrefillLane,
     RoundPlan,
     SlotRestore,
@@ -60,17 +61,24 @@ def play(driver: Driver, widths: Sequence[int], mixes: Mixes = MIXES) -> None:
 
 
 def special_rounds(driver: Driver, requests: Sequence[Request], width: int) -> None:
-    """A round with copies, a masked one with a barrier, and a masked one of width one."""
+    """A round with copies, masked ones with a barrier (what it is answered: nothing, fewer drafts,
+    other drafts), and a masked one of width one."""
     drafts = width - 1
-    copies = [
+    copied = [
         LanePlan(r.slot, r.epoch, drafts, tuple(range(1, width)), (1,) * drafts) for r in requests
     ]
     if driver.manifest.copy_inputs:
-        driver.round(requests, width, lanes=copies)
+        driver.round(requests, width, lanes=copied)
     masks = np.full((2 * width, mask_words(driver.manifest.vocab_size)), 0x0F0F0FFF, np.int32)
     lanes = [LanePlan(r.slot, r.epoch, drafts) for r in requests]
     first = msgspec.structs.replace(lanes[0], mask_row=0)
     driver.round(requests, width, lanes=[first, *lanes[1:]], masks=masks)
+    limits = (max(drafts - 1, 0), *(drafts for _ in requests[1:]))
+    forced = ((1,) * limits[0], *(() for _ in requests[1:]))
+    for copies in ((), forced):
+        driver.barrier = lambda round_id, _, copies=copies: MaskAnswer(round_id, limits, copies)
+        driver.round(requests, width, lanes=[first, *lanes[1:]], masks=masks)
+    driver.barrier = None
     alone = LanePlan(requests[0].slot, requests[0].epoch, 0, mask_row=2)
     driver.round(requests[:1], 1, lanes=[alone], masks=masks)
 

@@ -162,6 +162,7 @@ class EagerBackend:
     def __init__(self, model: Model, manifest: PreparedManifest) -> None:
         refuse_unbuilt(manifest.shapes)
         self.model = model
+        self.pool_bytes = 0
         self.arena = Arena(manifest)
         self._programs: dict[GraphShape, Program] = {
             shape: (EagerPrefill if shape.kind in PROMPT_KINDS else EagerRound)(

@@ -59,7 +59,14 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """All programs of one rank."""
+    """All programs of one rank.
+
+    Attributes:
+        pool_bytes: device memory of recorded programs' intermediates, after `warm`; 0 where none
+            is recorded.
+    """
+
+    pool_bytes: int
 
     def program(self, shape: GraphShape) -> Program:
         """The entry of `shape`.

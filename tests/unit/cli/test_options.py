@@ -60,6 +60,7 @@ def test_every_row_of_the_table_is_an_option():
         ("kv_dtype", "bfloat16"),
         ("quantised_activations", "never"),
         ("eager", True),
+        ("core", "kept"),
         ("debug_checks", True),
         ("queue_depth", 2),
         ("rank_timeout", 5.0),
