@@ -10,6 +10,8 @@ A request whose engine dies is run at most twice, and only while nothing of it h
            -> refused (bad request, overload)            -> the caller gets the refusal
            -> admitted -> dies before the first delta    -> as above, once
                        -> dies after it                  -> `Failed`, the response ends in an error
+
+A request that was running at two deaths is refused from then on (`quarantine`).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import FlareError, InvalidRequest, Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
+from flare_ray.frontend.quarantine import Quarantine
 from flare_ray.frontend.stream import Inbox, RequestItem, StreamTable, failure_error
 
 logger = logging.getLogger("ray.serve.flare")
@@ -91,6 +94,7 @@ class RemoteClient:
         calls: watchers of open calls; held here so that one outlives the stream it belongs to.
         draining: no new request is taken; those that are open go on.
         streams: open requests.
+        quarantine: what engines died of.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class RemoteClient:
         self.calls: set[asyncio.Task[None]] = set()
         self.draining = False
         self.streams: set[RemoteStream] = set()
+        self.quarantine = Quarantine()
         self._lookup = asyncio.Lock()
         self._known: EngineInfo | None = None
         self._known_s = -INFO_AGE_S
@@ -120,6 +125,7 @@ class RemoteClient:
 
     async def open(self, request: GenerationRequest) -> RemoteStream:
         """See `EngineClient.open`."""
+        self.quarantine.check(request)
         stream = RemoteStream(self, request)
         self.streams.add(stream)
         try:
@@ -323,6 +329,8 @@ class RemoteStream:
                     break
                 shown = True
                 self._finished = isinstance(item, Finished)
+                if self._finished:
+                    self._client.quarantine.survived(self._request)
                 yield item
                 if not isinstance(item, Delta):
                     return
@@ -341,6 +349,8 @@ class RemoteStream:
         Returns:
             False: `failed` stands.
         """
+        if failed.code == "rank_failure":
+            self._client.quarantine.died(self._request)
         if shown or failed.code != "rank_failure" or self._admissions > 1:
             return False
         self._drop_attempt()
