@@ -10,12 +10,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.serving.client import Observation, Pass, open_client, run_pass, stream
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import MemorySample, MemorySampler
 from benchmarks.serving.service import REPORT_PAUSE_S, Service, Target, serving
 from benchmarks.serving.workload import TEXT_PATH, Prompt
 from flare_ray.metrics import names
+from flare_ray.metrics.exposition import Exposition
 
 LANES = (1, 4)
 MEMORY_PERIOD_S = 5.0

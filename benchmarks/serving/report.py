@@ -16,12 +16,12 @@ from rich.table import Table
 from benchmarks.serving.acceptance import Acceptance
 from benchmarks.serving.arms import LANES, ServiceArm
 from benchmarks.serving.client import Observation, Pass
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.memory import MemorySample
 from benchmarks.serving.peer import THREAD_COUNTS, PeerResult
 from benchmarks.serving.workload import PROSE
 from benchmarks.support.results import Bound
 from flare_ray.metrics import names
+from flare_ray.metrics.exposition import Exposition
 
 BOUNDS = (
     Bound(metric="speedup_vs_transformers_b1", operator=">=", value=8.0),

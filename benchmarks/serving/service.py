@@ -24,10 +24,10 @@ import httpx
 import psutil
 import yaml
 
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import tree_of
 from benchmarks.support.results import ROOT
+from flare_ray.metrics.exposition import Exposition
 
 DEPLOYMENT = ROOT / "deployments" / "glm-demo.yaml"
 READY_LIMIT_S = 180.0

@@ -19,7 +19,6 @@ from pathlib import Path
 from pydantic import JsonValue
 from rich.console import Console
 
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import NOTHING, MemorySample, MemorySampler, slope_per_s
 from benchmarks.serving.service import Service, leave_on_terminate, open_target, serving
@@ -27,6 +26,7 @@ from benchmarks.serving.soak_load import Ledger, Traffic
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
 from benchmarks.support.results import Bound, print_result, write_result
 from flare_ray.metrics import names
+from flare_ray.metrics.exposition import Exposition
 
 RESULT = "soak"
 OFFICIAL_MINUTES = 15.0

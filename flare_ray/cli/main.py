@@ -270,6 +270,29 @@ class ExplainPolicy:
         return 0 if equal else EXIT_PROBLEMS
 
 
+@dataclass(frozen=True, kw_only=True)
+class Top:
+    """Watch a running service in the terminal, from its /metrics: requests, tokens, acceptance,
+    memory, latencies; all engines together. Ctrl-C ends it."""
+
+    url: Annotated[str, typer.Option(help="Address of the service.", metavar="URL")] = (
+        "http://127.0.0.1:8000"
+    )
+    interval: Annotated[
+        float, typer.Option(min=0.5, help="Seconds between two readings, which rates are over.")
+    ] = 2.0
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one view after one interval, and end.")
+    ] = False
+
+    def run(self) -> int:
+        """Show it."""
+        from flare_ray.cli.top import watch
+
+        watch(self.url, interval_s=self.interval, once=self.once)
+        return 0
+
+
 def execute(command: Command, version: bool = False) -> None:
     """Run what the command line library filled in; ends with the command's exit status."""
     raise typer.Exit(command.run())
@@ -314,6 +337,7 @@ for _name, _command in {
     "debug-serve": DebugServe,
     "chat": Chat,
     "fetch": Fetch,
+    "top": Top,
 }.items():
     app.command(_name)(_command)
 

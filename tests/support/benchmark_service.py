@@ -10,12 +10,12 @@ from pathlib import Path
 
 import uvicorn
 
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.workload import CATEGORIES
 from flare_ray.frontend.api import build_api
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.tokenizer import TextCodec
 from flare_ray.metrics.export import render
+from flare_ray.metrics.exposition import Exposition
 from flare_ray.metrics.recorder import Recorder
 from tests.support.chat_checkpoint import CHAT
 from tests.support.fake_engine_client import FakeEngineClient, Script

@@ -18,7 +18,6 @@ from benchmarks.serving.acceptance import Acceptance, AcceptanceJob, measure_acc
 from benchmarks.serving.alone import call_alone
 from benchmarks.serving.arms import FirstTokens, ServiceArm
 from benchmarks.serving.client import Observation, Pass, StreamReader, run_pass, stream
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.memory import Memory, MemorySample
 from benchmarks.serving.peer import PeerResult, PeerRun
@@ -32,6 +31,7 @@ from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.quantiser import quantise_tensors, rounded
 from flare_ray.frontend.tokenizer import TextCodec
 from flare_ray.metrics import names
+from flare_ray.metrics.exposition import Exposition
 from flare_ray.metrics.recorder import Recorder
 from tests.support.benchmark_service import (
     CALL,

@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from benchmarks.serving import soak
-from benchmarks.serving.exposition import Exposition
 from benchmarks.serving.memory import (
     Memory,
     MemorySample,
@@ -26,6 +25,7 @@ from benchmarks.support.results import metric_at, write_result
 from flare_ray.contracts.messages import Failed
 from flare_ray.frontend.tokenizer import TextCodec
 from flare_ray.metrics import names
+from flare_ray.metrics.exposition import Exposition
 from flare_ray.metrics.recorder import Recorder
 from tests.support.benchmark_service import MODEL, exposition, routes, write_prompts
 from tests.support.chat_checkpoint import CHAT, write_chat_checkpoint

@@ -60,6 +60,19 @@ class Exposition:
                 found[place] = found.get(place, 0.0) + value
         return found
 
+    def quantile(self, series: Series, share: float) -> float | None:
+        """Upper bound of the bucket that holds a quantile of a histogram, infinity beyond the last;
+        None without observations."""
+        buckets: dict[float, float] = {}
+        for (sample, labels), value in self.values.items():
+            if sample == f"{series.name}_bucket":
+                bound = float(dict(labels)["le"])
+                buckets[bound] = buckets.get(bound, 0.0) + value
+        total = max(buckets.values(), default=0.0)
+        if not total:
+            return None
+        return min(bound for bound, count in buckets.items() if count >= share * total)
+
     def _sum(self, name: str, labels: Mapping[str, str] | None) -> float:
         wanted = set((labels or {}).items())
         return sum(
