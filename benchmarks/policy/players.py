@@ -164,11 +164,11 @@ def play_oracle(stage: Stage, prices: Floats) -> Run:
     return best
 
 
-def observed_noise(rounds: int, seed: int) -> Floats:
-    """[rounds]: observed cost over price."""
+def observed_noise(rounds: int, seed: int, *, disturbed: float = DISTURBED_SHARE) -> Floats:
+    """[rounds]: observed cost over price; `disturbed` = share of rounds that something delays."""
     rng = np.random.default_rng(seed)
     noise = np.maximum(1.0 + NOISE * rng.standard_normal(rounds), 0.3)
-    noise[rng.random(rounds) < DISTURBED_SHARE] *= DISTURBANCE
+    noise[rng.random(rounds) < disturbed] *= DISTURBANCE
     drifted: Floats = noise * (1.0 + DRIFT * np.arange(rounds) / rounds)
     return drifted
 

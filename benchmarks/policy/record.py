@@ -5,7 +5,8 @@
 2. Cost: complete rounds of every width, host gap included, at one to eight lanes.
 
 Both come from the engine's own decision log. The file is small and committed; acceptance depends on
-the checkpoint alone, cost on the machine named in it.
+the checkpoint alone, cost on the machine. Each part names the commit and the machine that it comes
+from: the acceptance at the top level, the costs under `costs`; `--costs-only` replaces the latter.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ ENGINE: dict[str, Any] = {
     "threads_per_rank": 1,
 }
 LANES = (1, 2, 4, 8)
+COST_TOKENS = 64
+"""Output of a request whose rounds are timed."""
 _FIRST_SEED = 9000
 
 
@@ -120,17 +123,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--costs-only", action="store_true", help="Keep the recorded acceptance.")
     options = parser.parse_args(arguments)
     prompts = load_prompts(PROMPTS, CHECKPOINT)
+    origin = {"commit": current_commit(), "machine": describe_machine().model_dump()}
     if options.costs_only:
-        acceptance = json.loads(options.out.read_text(encoding="utf-8"))["acceptance"]
+        written = json.loads(options.out.read_text(encoding="utf-8"))
     else:
         acceptance = record_acceptance(prompts, options.per_category, options.max_tokens)
-    written = {
-        "commit": current_commit(),
-        "machine": describe_machine().model_dump(),
-        "checkpoint": CHECKPOINT.name,
-        "acceptance": acceptance,
-        "cost_ns": record_costs(prompts, 64),
-    }
+        written = {**origin, "checkpoint": CHECKPOINT.name, "acceptance": acceptance}
+    written |= {"costs": origin, "cost_ns": record_costs(prompts, COST_TOKENS)}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     print(f"{options.out}: {options.out.stat().st_size} bytes")

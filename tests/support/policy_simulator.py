@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.policy.costs import catalog
-from benchmarks.policy.players import Run, Stage, observed_noise, play_fixed, play_policy
+from benchmarks.policy.players import (
+    DISTURBED_SHARE,
+    Run,
+    Stage,
+    observed_noise,
+    play_fixed,
+    play_policy,
+)
 from benchmarks.policy.traces import Synthetic
 from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.shapes import GraphShape
@@ -26,6 +33,7 @@ class World:
         curves: conditional acceptance by depth; several = every request draws one.
         price: of a shape, in nanoseconds.
         noise: standard deviation of a round's cost, relative; None = the benchmark's noise.
+        disturbed: share of rounds that take three times as long.
         contention: largest factor by which a busy neighbour stretches spells of rounds.
         phase_tokens: tokens after which a text turns to the next curve; 0 = never.
     """
@@ -34,13 +42,14 @@ class World:
     curves: Sequence[Sequence[float]]
     price: Callable[[GraphShape], float]
     noise: float | None = None
+    disturbed: float = DISTURBED_SHARE
     contention: float = 1.0
     phase_tokens: int = 0
     by_request: bool = False
 
     def play(self, policy: VerificationPolicy, *, rounds: int, seed: int) -> Run:
         """The policy's run."""
-        noise = observed_noise(rounds, seed)
+        noise = observed_noise(rounds, seed, disturbed=self.disturbed)
         rng = np.random.default_rng(seed)
         if self.noise is not None:
             noise = np.maximum(1.0 + self.noise * rng.standard_normal(rounds), 0.3)

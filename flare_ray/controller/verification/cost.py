@@ -7,11 +7,17 @@ The model is a product: price = level * relative price of the program.
 - A program's *relative price* follows its own rounds, measured against the level of that moment, by
   a mean whose memory grows to MEMORY_ROUNDS. So a program that seldom runs, and runs just while
   everything is slow, is not blamed for it. A round counts as far as the level rests on rounds of
-  other programs: of a program that runs alone nothing but the level can be learnt.
+  other programs: of a program that runs alone nothing but the level can be learnt, so its price
+  grows no surer either.
 
 Both are robust: a price follows the median of its program's last three rounds, the level that of
-the last three of any. A program starts at its start-up measurement if there is one, else at a guess
-from its neighbours, and each start counts as few rounds of its own.
+the last three of any. A program starts at its start-up measurement if there is one, which counts as
+few rounds of its own; else at the median of its first rounds, and is trusted once three of them
+agree, since a start that rests on a disturbed round would price the program out of being run again.
+
+A wider round of the same lanes never costs less: a price that says so is lowered to the wider one's
+(`prices_ns`). That decides nothing wrongly, since at one price the wider program is worth more, and
+lets a probe that costs nothing find out.
 """
 
 from __future__ import annotations
@@ -27,13 +33,17 @@ LEVEL_GAIN = 0.3
 MEMORY_ROUNDS = 64
 """Rounds that a relative price averages over in the long run."""
 CLIP = 0.35
-"""Largest error, as a logarithm, that moves a start-up measurement before two rounds confirmed it;
-some three standard deviations of a noisy host's rounds."""
+"""Largest error, as a logarithm, by which a round counts, some four standard deviations of a noisy
+host's rounds: two disturbed ones in a row pass every median of three."""
 MEASURED_WEIGHT = 4.0
 GUESS_WEIGHT = 0.25
 """Rounds that a start-up measurement and a guess count as."""
 TRUSTED_SAMPLES = 3
-"""Below so many rounds of its own, one disturbed round could decide: worth a probe."""
+"""So many first rounds must agree; with fewer, disturbed ones could decide: worth a probe."""
+AGREEMENT = 1.3
+"""Rounds agree that are no further apart than by this factor."""
+MOST_STARTS = 7
+"""A program whose rounds do not agree is trusted after so many."""
 UNTRUSTED_SURCHARGE = 2.0
 """A width that is not trusted yet counts at most so many times dearer per row than the nearest
 trusted narrower one."""
@@ -49,12 +59,15 @@ class Price:
 
     Attributes:
         relative: price over the level; a guess while nothing is known.
-        weight: rounds it counts as, its start included; 0 = a guess that nothing supports.
+        weight: rounds it counts as, its start included, each as far as it taught something; 0 = a
+            guess that nothing supports.
         samples: rounds of its own; never above MEMORY_ROUNDS.
         measured: it started at a measurement.
         last_round: the table's round in which it last ran; 0 = never.
         share: part of the level that rested on its own rounds after its last one.
+        is_trusted: enough rounds of it were measured, here or at start-up.
         before: costs over the level of its last two rounds, the older first; 0 = none.
+        starts: costs over the level of its first rounds, ascending; () once it is trusted.
     """
 
     shape: GraphShape
@@ -64,12 +77,23 @@ class Price:
     measured: bool = False
     last_round: int = 0
     share: float = 0.0
+    is_trusted: bool = False
     before: tuple[float, float] = (0.0, 0.0)
+    starts: tuple[float, ...] = ()
 
-    @property
-    def is_trusted(self) -> bool:
-        """Whether enough rounds of it were measured, here or at start-up."""
-        return self.measured or self.samples >= TRUSTED_SAMPLES
+    def start(self, raw: float) -> None:
+        """One of its first rounds: its price becomes the median of them, the lower of two, since
+        whatever disturbs a round adds to it."""
+        self.before = (self.before[1], raw)
+        starts = self.starts = tuple(sorted((*self.starts, raw)))
+        middle = starts[(len(starts) - 1) // 2]
+        # The guess still counts as GUESS_WEIGHT rounds beside a single one.
+        gain = 1.0 / (1.0 + GUESS_WEIGHT) if len(starts) == 1 else 1.0
+        self.relative *= (middle / self.relative) ** gain
+        self.weight = len(starts) + GUESS_WEIGHT
+        near = sum(middle <= other * AGREEMENT and other <= middle * AGREEMENT for other in starts)
+        if near >= TRUSTED_SAMPLES or len(starts) == MOST_STARTS:
+            self.is_trusted, self.starts = True, ()
 
     def filtered(self, raw: float) -> float:
         """Median of this round and its last two, mean of two unless one is disturbed: a single
@@ -97,7 +121,7 @@ class CostTable:
         self._recent = (1.0, 1.0)
         self._guesses_hold = False
         self._prices = {
-            shape: Price(shape, float(cost), MEASURED_WEIGHT, measured=True)
+            shape: Price(shape, float(cost), MEASURED_WEIGHT, measured=True, is_trusted=True)
             for shape, cost in (measured_ns or {}).items()
         }
 
@@ -120,27 +144,37 @@ class CostTable:
         self.rounds += 1
         price = self.price(shape)
         raw = cost_ns / self._level
-        if not price.weight:
-            known = self._known(shape)
-            price.relative, price.weight = (_guess(shape, known) if known else raw), GUESS_WEIGHT
-        trusted = price.is_trusted
-        error = math.log(price.filtered(raw) / price.relative)
-        if trusted and price.samples < 2:
-            error = min(max(error, -CLIP), CLIP)
-        price.weight = min(price.weight + 1.0, MEMORY_ROUNDS)
-        # Only what others' rounds say of the level tells anything about this program.
-        share = price.share * (1.0 - LEVEL_GAIN) ** (self.rounds - price.last_round)
-        price.relative *= math.exp(error * (1.0 - share) / price.weight)
-        price.share = share + LEVEL_GAIN * (1.0 - share)
+        if price.is_trusted:
+            self._refine(price, raw)
+        else:
+            if not price.weight:
+                known = self._known(shape)
+                price.relative = _guess(shape, known) if known else raw
+            price.start(raw)
+            self._guesses_hold = False
         price.samples = min(price.samples + 1, MEMORY_ROUNDS)
         price.last_round = self.rounds
-        if price.samples <= TRUSTED_SAMPLES:
-            self._guesses_hold = False
-        if trusted:
-            # The same location as a price follows, or the two would drift apart.
-            error = math.log(self._median(raw / price.relative))
-            self._level *= math.exp(LEVEL_GAIN * error)
-            self._deviation += (min(abs(error), CLIP) - self._deviation) * (1.0 - NOISE_DECAY)
+
+    def _refine(self, price: Price, raw: float) -> None:
+        """Move a trusted program's relative price, and the level.
+
+        Two rounds in turn far below a price prove it wrong, since nothing makes a round shorter: it
+        starts again at them. Above it they may both be disturbed.
+        """
+        # Only what others' rounds say of the level tells anything about this program.
+        others = self.rounds - price.last_round - 1
+        share = price.share * (1.0 - LEVEL_GAIN) ** others
+        cheapest = max(raw, price.before[1])
+        if price.before[1] and share < 0.5 and cheapest < price.relative * math.exp(-CLIP):
+            price.relative, price.weight = cheapest, 1.0
+        error = _clipped(math.log(price.filtered(raw) / price.relative))
+        price.weight = min(price.weight + 1.0 - share, MEMORY_ROUNDS)
+        price.relative *= math.exp(error * (1.0 - share) / price.weight)
+        price.share = share + LEVEL_GAIN * (1.0 - share)
+        # The same location as a price follows, or the two would drift apart.
+        error = _clipped(math.log(self._median(raw / price.relative)))
+        self._level *= math.exp(LEVEL_GAIN * error)
+        self._deviation += (abs(error) - self._deviation) * (1.0 - NOISE_DECAY)
 
     def _median(self, ratio: float) -> float:
         """Median of the last three rounds' costs over their prices, any program's."""
@@ -155,16 +189,28 @@ class CostTable:
     def prices_ns(self, candidates: Sequence[Price]) -> list[float]:
         """Estimates of programs that hold the same lanes, narrowest first.
 
-        A program not yet trusted is held between the trusted ones beside it, because a wider round
-        of the same lanes never costs less, and below a multiple of the narrower one: one disturbed
-        sample cannot price it out of ever being measured again.
+        None is above a trusted wider one's, because a wider round of the same lanes never costs
+        less; a program not yet trusted is also held above the trusted narrower ones, and below a
+        multiple of them.
         """
         if not self._guesses_hold:
             self._renew_guesses()
         level = self._level
-        prices = [price.relative * level for price in candidates]
-        if not all(price.is_trusted for price in candidates):
-            _bound(candidates, prices)
+        prices = []
+        ceiling = math.inf
+        untrusted = False
+        for price in reversed(candidates):
+            cost = price.relative * level
+            if cost > ceiling:
+                cost = ceiling
+            if price.is_trusted:
+                ceiling = cost
+            else:
+                untrusted = True
+            prices.append(cost)
+        prices.reverse()
+        if untrusted:
+            _hold_above_narrower(candidates, prices)
         return prices
 
     def _renew_guesses(self) -> None:
@@ -179,13 +225,12 @@ class CostTable:
         return [p for p in self._prices.values() if p.weight and p.shape.kind is shape.kind]
 
 
-def _bound(candidates: Sequence[Price], prices: list[float]) -> None:
-    ceiling = math.inf
-    for place in range(len(candidates) - 1, -1, -1):
-        if candidates[place].is_trusted:
-            ceiling = prices[place]
-        else:
-            prices[place] = min(prices[place], ceiling)
+def _clipped(error: float) -> float:
+    return min(max(error, -CLIP), CLIP)
+
+
+def _hold_above_narrower(candidates: Sequence[Price], prices: list[float]) -> None:
+    """Of programs not trusted; one disturbed sample cannot price them out of being measured."""
     floor, narrower = 0.0, 0
     for place, price in enumerate(candidates):
         width = price.shape.verify_width

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flare_ray.controller.verification.cost import TRUSTED_SAMPLES, CostTable, Price
+from flare_ray.controller.verification.cost import CostTable, Price
 
 PROBE_SHARE = 0.005
 """Most of all time that is ever credited."""
@@ -33,8 +33,12 @@ SURVIVAL_DRIFT = 0.02
 PRICE_DRIFT = 0.003
 """How far, relative, survival at untested depths and an unmeasured price are expected to have
 moved after one round; after n rounds sqrt(n) times as far."""
-UNMEASURED = 100.0
-"""Promise, in rounds, of a program whose price rests on too few rounds."""
+WRONG_CHANCE = 0.2
+"""Chance that a price is wrong altogether, times its rounds squared: those it rests on may all have
+been disturbed."""
+UNKNOWN_SHARE = 0.5
+"""Least share of its price that an untrusted program costs, where no trusted narrower one says
+more."""
 LEAST_LOSS = 0.02
 """A probe's loss is itself uncertain: at least so much of a round is weighed and debited."""
 
@@ -90,8 +94,11 @@ class Prober:
 
         What a probe promises is what it may find, over the rounds in which that will be of use: the
         expected improvement under the errors of both prices, and of survival at depths untested
-        for long. Of those that promise more than they lose the one that promises most for its loss
-        is run, or saved for; a full account pays for any, and what is missing stays as a debt.
+        for long. One that is not trusted promises what it would gain at the least it may cost, so
+        an unmeasured width whose drafts would not survive is not saved for; one that is trusted
+        promises that with the chance that its price is wrong altogether. Of those that promise
+        more than they lose the one that promises most for its loss is run, or saved for; a full
+        account pays for any, and what is missing stays as a debt.
         """
         cost, balance_ns = self._cost, self._account.balance_ns
         price, value = prices[best], values[best]
@@ -102,6 +109,7 @@ class Prober:
         now, noise = cost.rounds, cost.noise * cost.noise
         known = noise / candidates[best].weight
         ran_wider = now
+        floors = _floors(candidates, prices)
         for place in range(len(candidates) - 1, -1, -1):
             other = candidates[place]
             age = now - other.last_round
@@ -109,14 +117,19 @@ class Prober:
             ran_wider = min(ran_wider, age)
             if place == best:
                 continue
-            loss = max(prices[place] - values[place] * price / value, least_ns)
+            worthy = values[place] * price / value
+            loss = max(prices[place] - worthy, least_ns)
+            variance = known + noise / max(other.weight, 1.0) + PRICE_DRIFT**2 * age
+            if place > best:
+                variance += SURVIVAL_DRIFT**2 * ran_wider
+            gain = (worthy - floors[place]) / price
             if other.is_trusted:
-                variance = known + noise / other.weight + PRICE_DRIFT**2 * age
-                if place > best:
-                    variance += SURVIVAL_DRIFT**2 * ran_wider
-                promise = HORIZON_ROUNDS * price * _improvement(loss / price, variance)
+                promised = _improvement(loss / price, variance)
+                if gain > 0.0:
+                    promised += gain * WRONG_CHANCE / (other.samples + 1) ** 2
             else:
-                promise = UNMEASURED * (TRUSTED_SAMPLES - other.samples) * price
+                promised = _improvement(-gain, variance)
+            promise = HORIZON_ROUNDS * price * promised
             if promise > loss and promise > worth * loss:
                 chosen, worth, lost = place, promise / loss, loss
         if min(lost, ACCOUNT_LIMIT_ROUNDS * price) > balance_ns:
@@ -124,7 +137,19 @@ class Prober:
         return chosen, lost
 
 
+def _floors(candidates: Sequence[Price], prices: Sequence[float]) -> list[float]:
+    """The least that each may cost: as the nearest trusted narrower one."""
+    floors, floor = [], 0.0
+    for price, cost in zip(candidates, prices, strict=True):
+        floors.append(floor or UNKNOWN_SHARE * cost)
+        if price.is_trusted:
+            floor = cost
+    return floors
+
+
 def _improvement(gap: float, variance: float) -> float:
     """Expected advantage, relative, of a candidate that is `gap` worse by estimates whose error has
     this variance: s * phi(gap / s), an upper bound of the exact expectation."""
+    if gap < 0.0:
+        return 0.4 * math.sqrt(variance) - gap
     return 0.4 * math.sqrt(variance) * math.exp(-0.5 * gap * gap / variance)

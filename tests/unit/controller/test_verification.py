@@ -227,8 +227,10 @@ def test_every_width_is_measured_where_probes_are_cheap():
     assert set(widths) == set(range(1, 9))
 
 
-WORST_BOUND = 0.12
+WORST_BOUND = 0.06
 """Share of the best fixed width's goodput that one run may lose, whatever its noise."""
+DISTURBED_BOUND = 0.05
+"""The same with four rounds in a hundred three times as long."""
 WORLDS = {
     "useless-drafts": World(4, [(0.02,)], rising(0.2)),
     "useless-dear": World(1, [(0.02,)], rising(0.8)),
@@ -244,20 +246,63 @@ WORLDS = {
 }
 
 
+FORMER_FAULTS = [
+    ("useless-drafts", 331083917),
+    ("survival-cliff-3", 1990410814),
+    ("good-cheap", 1521685921),
+]
+"""Worlds and noises in which a price that rested on a disturbed round ruled for hundreds of rounds
+and cost up to 16 %."""
+
+
+def share_of_best(world, seed):
+    run = world.play(AdaptivePolicy(), rounds=ROUNDS, seed=seed)
+    return run.goodput / world.best_fixed(ROUNDS)
+
+
 @pytest.mark.parametrize("name", WORLDS)
 def test_goodput_stays_within_the_stated_bound_of_the_best_fixed_width(name, random_seed):
     """Without start-up measurements: on average over noise, and for no noise far below.
 
-    Incident: width 8 was best, its price rested on a disturbed round, and widths 4 and 5 ran for
-    700 rounds (seed 1521685921 of the noise). About one noise in a hundred still costs 7 % in
-    2,000 rounds (`survival-cliff-3`, seed 1990410814).
+    What could break the bound is a best width whose first three rounds are all disturbed, one in a
+    million.
     """
-    world = WORLDS[name]
-    best = world.best_fixed(ROUNDS)
-    seeds = (random_seed, random_seed + 1, 1521685921)
-    runs = [world.play(AdaptivePolicy(), rounds=ROUNDS, seed=seed).goodput / best for seed in seeds]
+    runs = [share_of_best(WORLDS[name], random_seed + number) for number in range(3)]
     assert sum(runs) / len(runs) >= 1 - STATED_BOUND
     assert min(runs) >= 1 - WORST_BOUND
+
+
+@pytest.mark.parametrize(("name", "seed"), FORMER_FAULTS)
+def test_disturbed_start_of_the_best_width_is_overcome(name, seed):
+    assert share_of_best(WORLDS[name], seed) >= 1 - STATED_BOUND
+
+
+@pytest.mark.parametrize("name", ["useless-drafts", "poor", "survival-cliff-3"])
+def test_frequently_disturbed_host_costs_little(name, random_seed):
+    """The former policy lost 6 to 16 % in every sixth such run."""
+    world = dataclasses.replace(WORLDS[name], disturbed=0.04)
+    assert min(share_of_best(world, random_seed + n) for n in range(2)) >= 1 - DISTURBED_BOUND
+
+
+class DisturbedStart(AdaptivePolicy):
+    """Told of a width's first rounds that they took three times as long."""
+
+    def __init__(self, width, rounds):
+        super().__init__()
+        self.width, self.left = width, rounds
+
+    def observe(self, record, cost_ns):
+        if record.shape.verify_width == self.width and self.left:
+            self.left -= 1
+            cost_ns *= 3
+        super().observe(record, cost_ns)
+
+
+@pytest.mark.parametrize(("name", "width"), [("useless-drafts", 1), ("survival-cliff-3", 4)])
+def test_price_whose_first_three_rounds_were_all_disturbed_is_corrected(name, width):
+    world = WORLDS[name]
+    run = world.play(DisturbedStart(width, 3), rounds=ROUNDS, seed=77)
+    assert run.goodput >= (1 - STATED_BOUND) * world.best_fixed(ROUNDS)
 
 
 def test_busy_neighbour_costs_little_on_average(random_seed):
