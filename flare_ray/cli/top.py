@@ -92,6 +92,13 @@ def _drafts(grown: Exposition) -> list[tuple[str, str]]:
     lanes = grown.value(names.SPEC_LANE_ROUNDS)
     rows = [
         ("accepted of offered", _share(grown.value(accepted), grown.value(offered))),
+        (
+            "copies accepted of offered",
+            _share(
+                grown.value(names.SPEC_COPIED_ACCEPTED_TOKENS),
+                grown.value(names.SPEC_COPIED_TOKENS),
+            ),
+        ),
         ("tokens a lane and round", _ratio(grown.value(names.SPEC_EMITTED), lanes)),
     ]
     widths = grown.by_label(names.SPEC_LANE_ROUNDS, names.SPEC_LANE_ROUNDS.labels[0])

@@ -64,7 +64,7 @@ class Harvester:
             if live.phase is Phase.ENDED:
                 continue
             if plan.lanes and plan.lanes[place].copy_tokens:
-                _count_copies(live, plan.lanes[place], record)
+                self._count_copies(live, plan.lanes[place], record)
             end = self._fold_lane(live, record, now_ns)
             if end is not None:
                 yield live, end
@@ -122,6 +122,15 @@ class Harvester:
             self._snapshots.finished(live, record)
         return visible.end
 
+    def _count_copies(self, live: LiveRequest, lane: LanePlan, record: LaneRecord) -> None:
+        """Add a round's copied drafts to the totals; a grammar may have replaced some."""
+        offered = min(len(lane.copy_tokens), record.offered)
+        passed = zip(lane.copy_tokens, record.tokens[: record.accepted], strict=False)
+        accepted = sum(copy == token for copy, token in passed)
+        live.copies_offered += offered
+        live.copies_accepted += accepted
+        self._meters.copies(offered, accepted)
+
     def _score_prompt(self, live: LiveRequest, record: LaneRecord, start: int) -> None:
         """Append the scores that a chunk from token `start` on brings, once each: a prompt that is
         consumed again after a preemption has some of them. All are told together."""
@@ -163,10 +172,3 @@ def _completed(planned: SubmittedRound, result: RoundResult) -> CompletedRound:
     copied = any(lane.copy_sources for lane in lanes)
     sources = tuple(lane.copy_sources for lane in lanes) if copied else ()
     return CompletedRound(planned.plan.shape, result.lanes, sources)
-
-
-def _count_copies(live: LiveRequest, lane: LanePlan, record: LaneRecord) -> None:
-    """Add a round's copied drafts to the request's totals; a grammar may have replaced some."""
-    live.copies_offered += min(len(lane.copy_tokens), record.offered)
-    accepted = zip(lane.copy_tokens, record.tokens[: record.accepted], strict=False)
-    live.copies_accepted += sum(copy == token for copy, token in accepted)

@@ -115,6 +115,8 @@ class Meters:
         self._accepted = recorder.counter(names.SPEC_ACCEPTED_TOKENS)
         self._cut = recorder.counter(names.SPEC_CUT_TOKENS)
         self._forced = recorder.counter(names.SPEC_FORCED_TOKENS)
+        self._copied = recorder.counter(names.SPEC_COPIED_TOKENS)
+        self._copied_accepted = recorder.counter(names.SPEC_COPIED_ACCEPTED_TOKENS)
         self._accepted_at: list[Counter] = []
         self._emitted = recorder.counter(names.SPEC_EMITTED)
         self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
@@ -173,6 +175,11 @@ class Meters:
         """Drafts that grammars have cut and put in their places, since the start."""
         _raise_to(self._cut, cut)
         _raise_to(self._forced, forced)
+
+    def copies(self, offered: int, accepted: int) -> None:
+        """Copied drafts of one lane and round."""
+        self._copied.add(offered)
+        self._copied_accepted.add(accepted)
 
     def sample(self) -> None:
         """Gauges, and the CPU time of this thread since the last call."""

@@ -189,6 +189,16 @@ SPEC_FORCED_TOKENS = Series(
     Kind.COUNTER,
     "Drafts that a grammar's forced text put in the places of cut ones.",
 )
+SPEC_COPIED_TOKENS = Series(
+    "flare_spec_decode_num_copied_tokens",
+    Kind.COUNTER,
+    "Drafts copied from clients' predicted outputs and offered to verification.",
+)
+SPEC_COPIED_ACCEPTED_TOKENS = Series(
+    "flare_spec_decode_num_copied_accepted_tokens",
+    Kind.COUNTER,
+    "Copied drafts accepted by verification; the other accepted ones are the drafter's.",
+)
 SPEC_ACCEPTED_TOKENS = Series(
     "flare_spec_decode_num_accepted_tokens",
     Kind.COUNTER,

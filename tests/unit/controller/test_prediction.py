@@ -8,6 +8,7 @@ import pytest
 from flare_ray.contracts.messages import Failed
 from flare_ray.controller.history.prediction import LONGEST_MATCH, PredictionFollower
 from flare_ray.controller.verification import ProposalSource
+from flare_ray.metrics import names
 from tests.support.fake_channel import accepts_up_to, listed_script, make_manifest
 
 PROMPT = (1, 2, 3)
@@ -134,6 +135,9 @@ def test_an_edited_prediction_counts_what_was_rejected(make_harness):
     end = harness.end("r")
     assert 0 < end.copies_offered - end.copies_accepted <= 5
     assert end.copies_accepted >= 40
+    recorder = harness.recorder
+    assert recorder.counter(names.SPEC_COPIED_TOKENS).value == end.copies_offered
+    assert recorder.counter(names.SPEC_COPIED_ACCEPTED_TOKENS).value == end.copies_accepted
 
 
 def test_other_requests_get_their_text_beside_a_predicted_one(make_harness):
