@@ -323,17 +323,19 @@ class RemoteStream:
         while True:
             items, self._pending = self._pending, []
             for item in items:
+                if isinstance(item, Delta):
+                    shown = True
+                    yield item
+                    continue
                 if isinstance(item, Admitted):
                     continue
                 if isinstance(item, Failed) and await self._readmitted(item, shown=shown):
                     break
-                shown = True
                 self._finished = isinstance(item, Finished)
                 if self._finished:
                     self._client.quarantine.survived(self._request)
                 yield item
-                if not isinstance(item, Delta):
-                    return
+                return
             if not self._pending:
                 assert self._attempt is not None
                 self._pending = await self._attempt.inbox.take()

@@ -49,7 +49,7 @@ class Inbox:
             finally:
                 self._waiter = None
         items, self._items = self._items, []
-        return merge_deltas(items)
+        return items if len(items) == 1 else merge_deltas(items)
 
 
 class StreamTable:

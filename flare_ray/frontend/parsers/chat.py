@@ -81,6 +81,8 @@ class ChatParser:
         self._scan_calls = tools is not None and bool(chat.tool_open)
         self._tools = tools or {}
         self._buffer = ""
+        tags = (chat.reasoning_close, chat.tool_open, chat.tool_block_open)
+        self._tag_letters = frozenset(tag[0] for tag in tags if tag)
         self._scanner: CallScanner | None = None
         self._layout = ""
         self._before_calls = _State.CONTENT
@@ -107,11 +109,24 @@ class ChatParser:
 
     def feed(self, text: str) -> list[ChatEvent]:
         """Events that `text` completes; neighbouring text of one kind is joined."""
+        if not self._buffer and (plain := self._plain(text)) is not None:
+            return [plain]
         events: list[ChatEvent] = []
         self._buffer += text
         while self._step(events):
             pass
         return events
+
+    def _plain(self, text: str) -> ContentText | ReasoningText | None:
+        """The whole of a piece in which no tag can begin, as nearly every one; else None."""
+        if self._data_answer or not text:
+            return None
+        for letter in self._tag_letters:
+            if letter in text:
+                return None
+        if self._state is _State.CONTENT:
+            return ContentText(text)
+        return ReasoningText(text) if self._state is _State.REASONING else None
 
     def finish(self) -> list[ChatEvent]:
         """Events for what was held back; an unfinished call becomes text again."""
