@@ -51,6 +51,7 @@ class EngineSettings(TypedDict, total=False):
     kv_dtype: Literal["float32", "bfloat16"] | None
     quantised_activations: Literal["as_declared", "never"]
     eager: bool
+    core: str | None
     debug_checks: bool
     rank_timeout_s: float
     speculation: SpeculationConfig | Mapping[str, Any]
