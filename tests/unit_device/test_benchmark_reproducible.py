@@ -3,8 +3,8 @@
 from benchmarks.sampling.reproducible import (
     CHECKPOINT,
     ENGINE,
-    Measured,
     measure_pair,
+    with_seeds,
 )
 from benchmarks.serving.acceptance import AcceptanceJob
 from benchmarks.serving.workload import PROMPTS, load_prompts
@@ -12,7 +12,7 @@ from benchmarks.serving.workload import PROMPTS, load_prompts
 
 def test_both_modes_are_measured_on_the_same_prompts():
     loaded = load_prompts(PROMPTS, CHECKPOINT)
-    prompts = {name: loaded[name][:2] for name in ("story", "math")}
+    prompts = {name: with_seeds(loaded[name][:1], 2) for name in ("story", "math")}
     job = AcceptanceJob(
         engine=ENGINE,
         checkpoint=CHECKPOINT,
@@ -24,5 +24,13 @@ def test_both_modes_are_measured_on_the_same_prompts():
     pair = measure_pair(job)
     assert set(pair.plain) == set(pair.reproducible) == set(prompts)
     assert all(part.rounds and part.offered for part in pair.plain.values())
-    found = Measured(pair, pair).reproducible_acceptance_ratio
-    assert found == pair.ratio and 0.3 < found < 3.0
+    assert 0.3 < pair.ratio < 3.0
+    assert set(pair.report()["by_category"]) == set(prompts)
+
+
+def test_every_seed_of_a_prompt_has_a_place_of_its_own():
+    prompts = load_prompts(PROMPTS, CHECKPOINT)["math"][:3]
+    seeded = with_seeds(prompts, 2)
+    assert [prompt.ids for prompt in seeded] == [prompt.ids for prompt in prompts] * 2
+    assert len({prompt.place for prompt in seeded}) == 6
+    assert len({(prompt.ids, prompt.seed) for prompt in seeded}) == 6
