@@ -3,10 +3,13 @@
 import json
 import random
 import re
+import time
 
 import jsonschema
 import pytest
 
+from flare_ray.contracts.grammar import CallSyntax, ToolGrammar
+from flare_ray.controller.grammar.calls import call_pieces
 from flare_ray.controller.grammar.json_language import JsonLanguage
 from flare_ray.controller.grammar.language import to_ebnf
 from flare_ray.errors import InvalidRequest
@@ -15,6 +18,8 @@ from tests.support.grammar_fuzz import random_regex, random_schema, random_walk
 
 WORDS = -(-VOCAB_SIZE // 32)
 MANY = 10_000
+SOON_S = 3.0
+"""Processor time; without a bound it were hours."""
 FEW = 150
 
 
@@ -137,6 +142,42 @@ ADMITTED = (
 @pytest.mark.parametrize("schema", ADMITTED, ids=range(len(ADMITTED)))
 def test_generated_documents_validate(schema, compile_, codec):
     assert check_schema(schema, compile_, codec, walks=20) > 0
+
+
+DOUBLING = {"type": "array", "items": {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}}
+SIBLINGS = {"$ref": "#", "minProperties": 0}
+WIDENING = {"type": "object", "properties": {"a": SIBLINGS, "b": SIBLINGS}}
+ENDLESS = {"anyOf": [{"$ref": "#/$defs/e"}, {"$ref": "#/$defs/e"}]}
+
+
+@pytest.mark.parametrize("schema", [DOUBLING, WIDENING], ids=["allOf", "siblings"])
+def test_references_that_double_with_every_level_are_refused_at_once(schema, compile_):
+    started = time.process_time()
+    with pytest.raises(InvalidRequest, match="too large|deeper"):
+        compile_("json_schema", json.dumps(schema))
+    assert time.process_time() - started < SOON_S
+
+
+@pytest.mark.parametrize("style", ["json", "xml_parameters"])
+@pytest.mark.parametrize("schema", [DOUBLING, WIDENING, ENDLESS], ids=["allOf", "siblings", "end"])
+def test_tools_with_such_references_are_refused_at_once(schema, style):
+    parameters = {
+        "type": "object",
+        "properties": {name: {"$ref": "#/$defs/e"} for name in "abcd"},
+        "$defs": {"e": json.loads(json.dumps(schema).replace('"#"', '"#/$defs/e"'))},
+    }
+    syntax = CallSyntax(style=style, tool_open="<tool_call>", tool_close="</tool_call>")
+    started = time.process_time()
+    with pytest.raises(InvalidRequest):
+        call_pieces(ToolGrammar("f", json.dumps(parameters)), syntax)
+    assert time.process_time() - started < SOON_S
+
+
+def test_constants_of_other_types_are_not_taken_for_equal(compile_):
+    schema = {"allOf": [{"properties": {"a": {"const": value}}} for value in (1, True)]}
+    schema = {"type": "object", "required": ["a"], **schema}
+    with pytest.raises(InvalidRequest):
+        compile_("json_schema", json.dumps(schema))
 
 
 def test_recursion_that_cannot_end_is_refused():

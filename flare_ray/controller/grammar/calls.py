@@ -27,6 +27,7 @@ from flare_ray.controller.grammar.language import (
 )
 from flare_ray.controller.grammar.regex import plain_characters, regex_language
 from flare_ray.controller.grammar.schema import (
+    MAX_DEPTH,
     Resolver,
     Schema,
     count_of,
@@ -142,7 +143,7 @@ def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
     for name, part in properties.items():
         if set(name) & set("<>\n{}") or name.strip() != name or not name:
             raise refused(f"#/properties/{name}", "this name cannot be written in a call")
-        value = _value(schema, part, f"#/properties/{name}", tags.close)
+        value = _value(resolver, part, f"#/properties/{name}", tags.close)
         ending = tags.gap if isinstance(value, Free) else tags.margin + tags.close + tags.gap
         opening = Fixed(tags.key.format(name) + tags.margin)
         pair: tuple[Piece, ...] = (opening, value, *([Fixed(ending)] if ending else []))
@@ -150,13 +151,12 @@ def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
     return pieces
 
 
-def _value(root: Any, part: Any, path: str, close: str) -> Piece:
+def _value(resolver: Resolver, part: Any, path: str, close: str) -> Piece:
     """One argument between its value tags; the closing one is part of a `Free`."""
-    resolver = Resolver(root)
     flat = resolver.resolved(part, path)
     kinds = _kinds(resolver, flat, path)
     if "string" not in kinds:
-        return Written(to_ebnf("root", JsonLanguage(root, flat).rules))
+        return Written(to_ebnf("root", JsonLanguage(resolver.root, flat, resolver).rules))
     if "enum" in flat or "const" in flat:
         return Written(_enumerated(flat, path, close))
     if kinds == {"string"} and not {"anyOf", "oneOf"} & set(flat):
@@ -170,13 +170,15 @@ def _value(root: Any, part: Any, path: str, close: str) -> Piece:
     return Free(close)
 
 
-def _kinds(resolver: Resolver, flat: Schema, path: str) -> set[str]:
+def _kinds(resolver: Resolver, flat: Schema, path: str, depth: int = 0) -> set[str]:
     """Types that a value may have."""
+    if depth > MAX_DEPTH:
+        raise refused(path, "references lead nowhere, or too deep")
     for keyword in ("anyOf", "oneOf"):
         if keyword in flat:
             found: set[str] = set()
             for branch in flat[keyword]:
-                found |= _kinds(resolver, resolver.resolved(branch, path), path)
+                found |= _kinds(resolver, resolver.resolved(branch, path), path, depth + 1)
             return found & set(types_of(flat, path)) if "type" in flat else found
     if "enum" in flat or "const" in flat:
         return {"string" if isinstance(v, str) else "other" for v in literal_values(flat, path)}

@@ -81,15 +81,16 @@ class JsonLanguage:
     Args:
         schema: JSON schema, decoded, its shapes checked.
         part: the part of it that the document must match; None = the whole.
+        resolver: of `schema`, shared by its parts; None = a new one.
     Attributes:
         rules: by name; `root` is the document.
     Raises:
         InvalidRequest: the schema contradicts itself, or asks for what cannot be enforced.
     """
 
-    def __init__(self, schema: Any, part: Any = None) -> None:
+    def __init__(self, schema: Any, part: Any = None, resolver: Resolver | None = None) -> None:
         self.rules = base_rules()
-        self._resolver = Resolver(schema)
+        self._resolver = resolver or Resolver(schema)
         self._open: list[tuple[str, str]] = []
         self.rules["root"] = self.expression(schema if part is None else part, "#", 0)
         while self._open:

@@ -17,6 +17,9 @@ Schema = Mapping[str, Any]
 
 MAX_DEPTH = 64
 """Nesting of schemas, and of merges."""
+MAX_MERGES = 20_000
+"""Parts of a document with what stands in for its references; two references in one place double
+it with every level."""
 ANNOTATIONS = frozenset(
     (
         "title",
@@ -99,10 +102,15 @@ def _member(holder: Any, part: str) -> Any:
 
 
 class Resolver:
-    """Local references of one schema document."""
+    """Local references of one schema document.
+
+    Attributes:
+        root: the document.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
+        self._merges = 0
 
     def target(self, reference: str, path: str) -> Any:
         """The part of the document that `reference` names.
@@ -130,6 +138,13 @@ class Resolver:
         """
         if depth > MAX_DEPTH:
             raise refused(path, "references or allOf lead nowhere, or too deep")
+        self._merges += 1
+        if self._merges > MAX_MERGES:
+            raise refused(
+                "",
+                f"it is too large: more than {MAX_MERGES} parts once references and "
+                "allOf are resolved",
+            )
         own = dict(check_keywords(schema, path))
         parts = own.pop("allOf", [])
         if set(own) == {"$ref"} and not parts:
@@ -201,7 +216,7 @@ def _merge_objects(result: dict[str, Any], right: Schema, path: str) -> None:
 
 
 def _both(left: Any, right: Any) -> Any:
-    if left is True or left == right:
+    if left is True or left is right:
         return right
     return left if right is True else {"allOf": [left, right]}
 
