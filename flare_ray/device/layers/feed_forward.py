@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.linear.api import Linear
-from flare_ray.device.ops.moe.api import Experts
+from flare_ray.device.ops.moe.api import Experts, PackedExperts
 from flare_ray.device.ops.router.api import Scoring, route
 from flare_ray.device.ops.router.softmax import softmax_route
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
@@ -55,7 +55,7 @@ class Router:
 class MixtureOfExperts:
     """Routed experts beside shared ones; both partial sums are reduced together by the caller."""
 
-    def __init__(self, router: Router, experts: Experts) -> None:
+    def __init__(self, router: Router, experts: Experts | PackedExperts) -> None:
         self._router = router
         self._experts = experts
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from flare_ray.device.layers.rows import RecurrentRows, join_window
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
+from flare_ray.device.ops.kda.gated import GatedRows, Gates, fits_gated, gated_round
 from flare_ray.device.ops.linear.api import Halves, Linear
-from flare_ray.device.ops.short_conv.api import short_conv
+from flare_ray.device.ops.short_conv.api import fits_round, round_conv, short_conv
 
 
 @dataclass(slots=True)
@@ -66,6 +67,13 @@ class KdaBlock:
         self._norm = (weights.norm * math.sqrt(dim)).repeat(heads)
         self._floor = torch.full((1,), math.sqrt(eps * dim), device=device)
         self._output = Linear(weights.output)
+        self._constants = Gates(
+            factor=factor,
+            offset=offset,
+            bound=lower_bound,
+            norm=weights.norm * math.sqrt(dim),
+            floor=eps * dim,
+        )
 
     def __call__(self, x: Tensor, rows: RecurrentRows, recurrent: Tensor, window: Tensor) -> Tensor:
         """Run rows; writes their states and raw inputs.
@@ -81,6 +89,9 @@ class KdaBlock:
         batch, width, heads, dim = rows.batch, rows.width, self._heads, self._dim
         channels = 3 * heads * dim
         joint = self._joint(x)
+        fits = fits_round(joint[:, :channels], window, self._taps) and fits_gated(recurrent)
+        if rows.valid is None and fits:
+            return self._output(self._fused_round(joint, rows, recurrent, window))
         mixed = short_conv(join_window(joint[:, :channels], rows, window), self._taps)
         outer = self._gates(joint[:, channels + heads :])
         gates = torch.addcmul(self._offset, outer, self._factor)
@@ -97,6 +108,23 @@ class KdaBlock:
         else:
             result = self._rule.prefill(delta_rows, saved, rows.valid)
         return self._output(self._gated_norm(result, gates[1]).to(x.dtype))
+
+    def _fused_round(
+        self, joint: Tensor, rows: RecurrentRows, recurrent: Tensor, window: Tensor
+    ) -> Tensor:
+        """A round on CUDA between its first and its last product."""
+        heads, dim = self._heads, self._dim
+        channels = 3 * heads * dim
+        mixed = round_conv(
+            joint[:, :channels], window, self._taps, slots=rows.slots, column=rows.column
+        )
+        gated = GatedRows(
+            qkv=mixed.view(-1, 3, heads, dim),
+            outer=self._gates(joint[:, channels + heads :]),
+            beta=joint[:, channels : channels + heads],
+        )
+        saved = SavedStates(recurrent.flatten(0, 1), rows.state_read, rows.state_write)
+        return gated_round(gated, self._constants, saved)
 
     def _gated_norm(self, result: Tensor, gate: Tensor) -> Tensor:
         """[B, T, h, D] float32 and sigmoid gate [B * T, h D] -> [B * T, h D] float32."""

@@ -41,6 +41,15 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         [B] int64: the first id whose cumulative weight exceeds u * total; with u = 1 the last id
         that raised it. A row without any weight gives the last id; callers guard it.
     """
+    if weights.is_cuda:
+        from flare_ray.device.sampling.inverse_cdf import triton
+
+        return triton.draw(weights, uniforms)
+    return reference_draw(weights, uniforms)
+
+
+def reference_draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """`draw` in torch operators, for CPU and as the kernels' reference."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # Below the total by at least one float, so that some id's cumulative weight exceeds it.
@@ -64,10 +73,21 @@ def verify_chain(
     Returns:
         ChainResult; 0 <= accepted <= lengths.
     """
+    if p.is_cuda:
+        from flare_ray.device.sampling.inverse_cdf import triton
+
+        return triton.verify_chain(p, q, drafts, lengths, uniforms)
+    return reference_chain(p, q, drafts, lengths, uniforms)
+
+
+def reference_chain(
+    p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, uniforms: Tensor
+) -> ChainResult:
+    """`verify_chain` in torch operators, for CPU and as the kernels' reference."""
     depth = drafts.shape[1]
     if depth == 0:
         zero = torch.zeros_like(lengths)
-        return ChainResult(zero, draw(p[:, 0], uniforms[:, 0]))
+        return ChainResult(zero, reference_draw(p[:, 0], uniforms[:, 0]))
     p_draft = p[:, :depth].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     q_draft = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     offered = torch.arange(depth, device=p.device) < lengths.unsqueeze(-1)
@@ -80,7 +100,7 @@ def verify_chain(
     p_row = p[lane, accepted]
     residual = (p_row - torch.where(rejected.unsqueeze(-1), q[lane, stop], 0.0)).clamp_(min=0.0)
     final = uniforms.gather(1, (lengths + rejected).unsqueeze(-1)).squeeze(-1)
-    token = draw(residual, final)
+    token = reference_draw(residual, final)
     # A uniform of exactly 1.0 rejects even where p == q; nothing is left to draw from then, and
     # the draft itself is the right sample (2**-25 per test; undefined in the library's kernel).
     empty = rejected & (residual.sum(-1) <= 0.0)

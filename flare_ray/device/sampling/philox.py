@@ -83,7 +83,9 @@ def uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:
         from flare_ray.device.sampling import numba
 
         return numba.uniforms(keys, offsets, count)
-    return plain_uniforms(keys, offsets, count)
+    from flare_ray.device.sampling.stream import triton
+
+    return triton.uniforms(keys, offsets, count)
 
 
 def plain_uniforms(keys: Tensor, offsets: Tensor, count: int) -> Tensor:

@@ -119,6 +119,16 @@ class RankWeights:
         weight, _ranges = self._ask(name, None)
         return weight.format is not WeightFormat.PLAIN
 
+    def format(self, name: str) -> WeightFormat:
+        """How a stored tensor is stored; no use of it.
+
+        Raises:
+            ContractViolation: it is not listed, its family is not loaded, or it is not stored.
+        """
+        if not self.has(name):
+            raise ContractViolation(f"{name} is tolerated, not stored; ask has() first")
+        return self._weights[name].format
+
     def has(self, name: str) -> bool:
         """Whether a listed tensor is stored (tolerated ones may be absent).
 

@@ -22,12 +22,13 @@ from flare_ray.device.layers.rows import IndexLayout
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape
 from flare_ray.device.ops.kda.api import DeltaRule
 from flare_ray.device.ops.linear.api import Linear
-from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights, PackedExperts
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.recipes.fields import check_shared
 from flare_ray.recipes.glm5_next.geometry import Geometry
 from flare_ray.recipes.glm5_next.state import ring_entries
 from flare_ray.recipes.glm5_next.weights import HEAD
+from flare_ray.recipes.packed import packed_stack
 from flare_ray.recipes.reading import RankReader
 
 
@@ -152,34 +153,40 @@ def feed_forward(reader: Reader, prefix: str, *, sparse: bool) -> FeedForward:
 
 def _mixture(reader: Reader, prefix: str) -> MixtureOfExperts:
     geometry, moe = reader.geometry, reader.geometry.moe
-    width, hidden = moe.width // reader.comm.size, geometry.hidden
-    weights = reader.weights
-    total = moe.experts + moe.shared
-    gate_up = torch.empty((total, 2 * width, hidden), dtype=weights.dtype, device=weights.device)
-    down = torch.empty((total, width, hidden), dtype=weights.dtype, device=weights.device)
-    for expert in range(moe.experts):
-        name = f"{prefix}.experts.{expert}"
-        gate_up[expert, :width] = reader.rows(f"{name}.gate_proj.weight")
-        gate_up[expert, width:] = reader.rows(f"{name}.up_proj.weight")
-        down[expert] = reader.columns(f"{name}.down_proj.weight").t()
-    if moe.shared:
-        # One shared feed-forward of several experts' width is that many experts of weight one.
-        name, last = f"{prefix}.shared_experts", slice(moe.experts, total)
-        for first, part in ((0, "gate"), (width, "up")):
-            rows = reader.rows(f"{name}.{part}_proj.weight").view(moe.shared, width, hidden)
-            gate_up[last, first : first + width] = rows
-        columns = reader.columns(f"{name}.down_proj.weight").t()
-        down[last] = columns.reshape(moe.shared, width, hidden)
     router = Router(
         weight=reader.whole(f"{prefix}.gate.weight", dtype=torch.float32),
         bias=reader.whole(f"{prefix}.gate.e_score_correction_bias", dtype=torch.float32),
         top_k=moe.top_k,
         scale=moe.scale,
     )
-    experts = Experts(
-        ExpertWeights(gate_up, down),
-        shared=moe.shared,
-        top_k=moe.top_k,
-        limit=geometry.swiglu_limit,
-    )
-    return MixtureOfExperts(router, experts)
+    names = [f"{prefix}.experts.{expert}" for expert in range(moe.experts)]
+    width = moe.width // reader.comm.size
+    rules = {"top_k": moe.top_k, "limit": geometry.swiglu_limit}
+    stack = packed_stack(reader, names, width=width, hidden=geometry.hidden)
+    if stack is not None:
+        shared = _expert_weights(reader, [], prefix) if moe.shared else None
+        return MixtureOfExperts(router, PackedExperts(stack, shared, **rules))
+    weights = _expert_weights(reader, names, prefix)
+    return MixtureOfExperts(router, Experts(weights, shared=moe.shared, **rules))
+
+
+def _expert_weights(reader: Reader, names: list[str], prefix: str) -> ExpertWeights:
+    """The named routed experts and, behind them, the shared ones, plain."""
+    moe, hidden, weights = reader.geometry.moe, reader.geometry.hidden, reader.weights
+    width = moe.width // reader.comm.size
+    total = len(names) + moe.shared
+    gate_up = torch.empty((total, 2 * width, hidden), dtype=weights.dtype, device=weights.device)
+    down = torch.empty((total, width, hidden), dtype=weights.dtype, device=weights.device)
+    for expert, name in enumerate(names):
+        gate_up[expert, :width] = reader.rows(f"{name}.gate_proj.weight")
+        gate_up[expert, width:] = reader.rows(f"{name}.up_proj.weight")
+        down[expert] = reader.columns(f"{name}.down_proj.weight").t()
+    if moe.shared:
+        # One shared feed-forward of several experts' width is that many experts of weight one.
+        name, last = f"{prefix}.shared_experts", slice(len(names), total)
+        for first, part in ((0, "gate"), (width, "up")):
+            rows = reader.rows(f"{name}.{part}_proj.weight").view(moe.shared, width, hidden)
+            gate_up[last, first : first + width] = rows
+        columns = reader.columns(f"{name}.down_proj.weight").t()
+        down[last] = columns.reshape(moe.shared, width, hidden)
+    return ExpertWeights(gate_up, down)

@@ -8,7 +8,8 @@
 An eager round pays per operator, and the Sinkhorn passes are most of a site. Two things keep their
 number down: the streams' norm divides the projected coefficients, not the streams; and a pass over
 [R, n * n] is one product with a constant matrix of zeros and ones, and one division. The rows carry
-a last entry of 1, which brings eps into every sum. On CPU in float32 a site is two compiled calls.
+a last entry of 1, which brings eps into every sum. On CPU in float32 a site is two compiled calls,
+on CUDA with four streams three kernels; other numbers of streams take the torch form there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
+
+CUDA_STREAMS = 4
+"""Streams of the CUDA kernels; every known checkpoint has four."""
 
 
 @dataclass(slots=True)
@@ -78,8 +82,11 @@ class HyperConnection:
             for same in (same_column, same_row)
         ]
         self._site: Any = None
+        self._cuda_site: Any = None
         if device.type == "cpu":
             self._site = _compiled_site(projection, factor, base, shape)
+        elif n == CUDA_STREAMS:
+            self._cuda_site = _cuda_site(self._projection.t(), base, shape)
         self._offset = torch.tensor([shape.eps] * n + [0.0] * n, device=device)
         self._factor = torch.tensor([1.0] * n + [2.0] * n, device=device)
 
@@ -90,6 +97,9 @@ class HyperConnection:
             from flare_ray.device.ops.hyper_connection import numba
 
             x, post, mix = numba.mix_in(streams, self._site)
+            return x, StreamMix(post, mix)
+        if self._cuda_site is not None:
+            x, _pre, post, mix = self._cuda_site.mix_in(streams)
             return x, StreamMix(post, mix)
         pre, site = self._coefficients(streams)
         return collapse(streams, pre), site
@@ -109,6 +119,9 @@ class HyperConnection:
             from flare_ray.device.ops.hyper_connection import numba
 
             x, pre, post, mix = numba.mix_late(streams, before, self._site)
+            return x, pre, StreamMix(post, mix)
+        if self._cuda_site is not None:
+            x, pre, post, mix = self._cuda_site.mix_in(streams, before)
             return x, pre, StreamMix(post, mix)
         pre, site = self._coefficients(streams)
         return collapse(streams, before), pre, site
@@ -150,6 +163,19 @@ def _compiled_site(projection: Tensor, factor: Tensor, base: Tensor, shape: Sink
     )
 
 
+def _cuda_site(projection: Tensor, base: Tensor, shape: SinkhornShape) -> Any:
+    """The site's kernels; `projection` [24, 4 H] with scale and root in its rows."""
+    from flare_ray.device.ops.hyper_connection import triton
+
+    return triton.Site(
+        projection,
+        base,
+        floor=shape.norm_eps * projection.shape[1],
+        iterations=shape.iterations,
+        eps=shape.eps,
+    )
+
+
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Sum over streams of pre [R, n] float32 times streams [R, n, H], in float32: [R, H]."""
     mixed = torch.bmm(pre.unsqueeze(1), streams.to(torch.float32)).squeeze(1)
@@ -174,6 +200,10 @@ def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
 
         mix = site.mix.contiguous()
         return numba.mix_out(block, streams, site.post.contiguous(), mix)
+    if streams.is_cuda and streams.shape[1] == CUDA_STREAMS and streams.dtype == block.dtype:
+        from flare_ray.device.ops.hyper_connection import triton
+
+        return triton.mix_out(block, streams, site.post, site.mix)
     mixed = site.post.unsqueeze(2) * block.to(torch.float32).unsqueeze(1)
     mixed.baddbmm_(site.mix.transpose(1, 2), streams.to(torch.float32))
     return mixed.to(streams.dtype)

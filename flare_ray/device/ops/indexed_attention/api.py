@@ -17,6 +17,11 @@ IN_PLACE_ROWS = 8
 of 512 and 4 heads, 1, 2, 6 rows take 35, 60, 160 us against 97, 115, 168 (Zen 4 core)."""
 
 
+LISTED_ROWS = 256
+"""Most rows B * T that CUDA attends to by lists of their own; a prefill's rows share theirs, and
+dense products read the latents once for all of them. A guess."""
+
+
 def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:
     """Attend to listed rows.
 
@@ -36,6 +41,10 @@ def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: flo
         from flare_ray.device.ops.indexed_attention import numba
 
         return numba.indexed_attention(query, cache, index, scale=scale)
+    if _runs_on_cuda(query, cache):
+        from flare_ray.device.ops.indexed_attention import triton
+
+        return triton.indexed_attention(query, cache, index, scale=scale)
     return reference.indexed_attention(query, cache, index, scale=scale)
 
 
@@ -64,8 +73,23 @@ def causal_attention(
         from flare_ray.device.ops.indexed_attention import numba
 
         return numba.causal_attention(query, cache, read, bias, scale=scale)
+    if batch * width <= LISTED_ROWS and _runs_on_cuda(query, cache):
+        from flare_ray.device.ops.indexed_attention import triton
+
+        listed = torch.where(bias < 0, -1, read.view(batch, 1, -1)).flatten(0, 1)
+        attended = triton.indexed_attention(query.flatten(0, 1), cache, listed, scale=scale)
+        return attended.unflatten(0, (batch, width))
     taken = cache.index_select(0, read).view(batch, bias.shape[2], dim)
     return reference.causal_attention(query, taken, bias, scale=scale)
+
+
+def _runs_on_cuda(query: Tensor, cache: Tensor) -> bool:
+    """Whether the CUDA kernels apply; latents of other sizes take the torch form."""
+    if not cache.is_cuda:
+        return False
+    from flare_ray.device.ops.indexed_attention import triton
+
+    return triton.fits(query, cache)
 
 
 def _compiles(query: Tensor, cache: Tensor) -> bool:

@@ -7,10 +7,14 @@ Four static forms; which one runs follows from sizes the host knows, never from 
               products over all experts
     all       many rows: two products over all routed experts, the shared ones apart
     chosen    few rows: the chosen experts' weights are gathered, the shared ones apart
+
+On CUDA experts without a rounding run grouped kernels (`triton`), and those that are stored in
+NVFP4 or block FP8 may stay packed (`PackedExperts`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +24,18 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe import reference
+from flare_ray.device.ops.moe.packed import Nvfp4Stack, Stack
 from flare_ray.device.ops.moe.reference import Rounding, Routing
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
 
 FUSED_EXPERTS_PER_CHOICE = 4
 """Experts per chosen expert up to which all of them cost less than gathering the chosen ones: at 8
 experts of 128 x 256, 2 chosen, one row takes 95 us fused and 150 us gathered (Zen 4 core)."""
+
+
+CUDA_ROWS = 512
+"""Most rows of one grouped product on CUDA; longer passes go in slices. The routing pack compares
+every assignment with every other one. A guess, to be replaced by a sorted form for prefill."""
 
 
 @dataclass(slots=True)
@@ -69,12 +79,20 @@ class Experts:
         self._top_k = top_k
         self._shared = shared
         self._held: Any = None
+        self._grouped: Any = None
         self._rounding = rounding
         if rounding is None and _compiles(weights.down):
             from flare_ray.device.ops.moe import numba
 
             self._compiled = numba.chosen_experts
             self._held = numba.stored(weights.gate_up, weights.down)
+            return
+        if rounding is None and weights.down.is_cuda:
+            from flare_ray.device.ops.moe import triton
+
+            self._grouped = triton.PlainExperts(
+                weights.gate_up, weights.down, shared=shared, limit=limit
+            )
             return
         routed = total - shared
         if routed <= FUSED_EXPERTS_PER_CHOICE * top_k:
@@ -107,6 +125,8 @@ class Experts:
             return self._compiled(
                 x, self._held, experts, weights, shared=self._shared, limit=self._limit
             )
+        if self._grouped is not None:
+            return _sliced(self._grouped, x, experts, weights)
         if self._routed is None and self._packed is not None:
             shares = self._shares.expand(x.shape[0], -1).scatter(1, experts, weights)
             return self._packed(x, shares)
@@ -131,6 +151,51 @@ class Experts:
         return reference.all_experts(
             x, held.gate_up, held.down, shares, limit=self._limit, rounding=self._rounding
         )
+
+
+class PackedExperts:
+    """Routed experts on CUDA whose weights stay as stored, beside plain shared ones.
+
+    Args:
+        stack: the routed experts.
+        shared: shared experts, None = there are none.
+        top_k: routed experts per row.
+        limit: bound of the activation's inputs.
+    """
+
+    def __init__(
+        self, stack: Stack, shared: ExpertWeights | None, *, top_k: int, limit: float
+    ) -> None:
+        self._top_k = top_k
+        self._shared = None if shared is None else _Packed(shared, limit, None)
+        self._routed: Any
+        if isinstance(stack, Nvfp4Stack):
+            from flare_ray.device.ops.moe.nvfp4 import triton as nvfp4
+
+            self._routed = nvfp4.Nvfp4Experts(stack, limit=limit)
+        else:
+            from flare_ray.device.ops.moe.fp8 import triton as fp8
+
+            self._routed = fp8.Fp8Experts(stack, limit=limit)
+
+    def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """See `Experts.__call__`."""
+        expect_shape("experts", experts, x.shape[0], self._top_k)
+        expect_shape("weights", weights, x.shape[0], self._top_k)
+        return _sliced(self._run, x, experts, weights)
+
+    def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        extra = None if self._shared is None else self._shared(x, None)
+        return self._routed(x, experts, weights, extra)
+
+
+def _sliced(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, experts: Tensor, weights: Tensor
+) -> Tensor:
+    """`run` over at most CUDA_ROWS rows at a time."""
+    parts = (value.split(CUDA_ROWS) for value in (x, experts, weights))
+    results = [run(*part) for part in zip(*parts, strict=True)]
+    return results[0] if len(results) == 1 else torch.cat(results)
 
 
 class _Packed:

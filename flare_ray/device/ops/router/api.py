@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
@@ -17,6 +18,9 @@ Scoring = Literal["sigmoid", "sqrt_softplus"]
 
 COMPILED_ROWS = 32
 """Most rows of the compiled form; a guess: more are better multiplied together."""
+
+CUDA_EXPERTS = 1024
+"""Most experts of the CUDA kernel, whose program holds a row's scores in registers."""
 
 
 def route(
@@ -49,4 +53,9 @@ def route(
         from flare_ray.device.ops.router import numba
 
         return numba.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)
+    if x.is_cuda and weight.shape[0] <= CUDA_EXPERTS:
+        from flare_ray.device.ops.router import triton
+
+        products = F.linear(x.to(torch.float32), weight)
+        return triton.choose(products, bias, top_k=top_k, scale=scale, scoring=scoring)
     return reference.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)

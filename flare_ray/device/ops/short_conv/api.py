@@ -29,3 +29,42 @@ def short_conv(joined: Tensor, taps: Tensor, *, dilation: int = 1) -> Tensor:
             "one new row"
         )
     return reference.short_conv(joined, taps, dilation=dilation)
+
+
+def fits_round(raw: Tensor, window: Tensor, taps: Tensor) -> bool:
+    """Whether `round_conv` takes such operands: on CUDA, four taps, one type, channels together."""
+    return (
+        raw.is_cuda
+        and taps.shape[0] == 4
+        and raw.dtype == window.dtype
+        and raw.stride(1) == 1
+        and window.is_contiguous()
+    )
+
+
+def round_conv(
+    raw: Tensor, window: Tensor, taps: Tensor, *, slots: Tensor, column: Tensor
+) -> Tensor:
+    """A round's convolution with its window read and written in place (contract: M2).
+
+    Lane b's history is window[slots[b], column[b] + 1 ..]; its history and new rows go to places
+    0 .. K - 2 + T, so that the next round drops rejected rows by the column that it reads at.
+
+    Args:
+        raw: [B * T, C] new rows, any row stride.
+        window: [S + 1, depth, C], written in place.
+        taps: [K, C] float32, K = 4.
+        slots / column: [B] int64.
+    Returns:
+        [B * T, C] float32, as `short_conv`.
+    Raises:
+        ContractViolation: operands that `fits_round` refuses.
+    """
+    if not fits_round(raw, window, taps):
+        raise ContractViolation(
+            f"round_conv takes CUDA rows, four taps and a contiguous window of the rows' type, got "
+            f"{raw.dtype} rows on {raw.device}, {taps.shape[0]} taps, {window.dtype}"
+        )
+    from flare_ray.device.ops.short_conv import triton
+
+    return triton.round_conv(raw, window, taps, slots=slots, column=column)

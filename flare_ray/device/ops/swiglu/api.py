@@ -22,5 +22,11 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float) -> Tensor:
     width = gate_up.shape[-1]
     if width % 2:
         raise ContractViolation(f"gate_up has {width} columns, expected an even number")
+    if gate_up.is_cuda and gate_up.is_contiguous():
+        from flare_ray.device.ops.swiglu import triton
+
+        return triton.clamped_swiglu(gate_up.view(-1, width), limit=limit).view(
+            *gate_up.shape[:-1], width // 2
+        )
     gate, up = gate_up[..., : width // 2], gate_up[..., width // 2 :]
     return F.silu(gate.clamp(max=limit), inplace=True).mul_(up.clamp(-limit, limit))

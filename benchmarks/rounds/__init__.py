@@ -1,0 +1,1 @@
+"""Captured rounds at the released geometry, on random weights (contract: B5)."""

@@ -1,0 +1,1 @@
+"""Routed experts whose weights stay packed in NVFP4 (W4A16)."""

@@ -1,0 +1,1 @@
+"""Activations as 16-bit integers per group of 16 channels."""

@@ -1,0 +1,288 @@
+"""NVFP4 experts, packed in memory; the kernels here are those for few rows an expert.
+
+A decode round gives an expert one or two rows, so the work is reading and unpacking weights. The
+matrix unit would want each code as a bfloat16 in its own operand layout, a trip through shared
+memory that costs more than the reading (measured: 2.6 to 3.7 times the bytes' time). Here a code
+becomes a byte, and bytes are multiplied where they lie:
+
+    u = 12 + 2 v         v in {0, .5, 1, 1.5, 2, 3, 4, 6} and its negatives, so u in 0 .. 24
+    sum v x = (sum u x - 12 sum x) / 2         x in 16-bit fixed point (digits/triton.py)
+
+A byte permutation looks four codes up at once: its selector is the packed word itself. Bit 3 of a
+selector asks for the looked-up byte's sign instead of the byte, which is 0 for all entries below
+128; so one permutation over the bytes of positive values gives 0 for negative codes, one over those
+of negative values with bit 3 flipped the reverse, and their union is u. Sums are exact integers of
+one block of 16, then float32: block scale times unit, last the matrix's own scale.
+
+grid (tiles of BN outputs, blocks); a program holds its tile's whole rows (K / 16 words of 64 bits a
+row) in registers and runs the block's rows over them, so weights are read once whatever the rows.
+The sum over K meets in one reduction at the end. Eight rows a tile keep some 30 KB of loads in
+flight per program.
+
+Source: the layout is published NVFP4; the lookup and the offset are ours.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flare_ray.device.ops.moe.nvfp4.digits.triton import digits
+from flare_ray.device.ops.moe.nvfp4.wide import triton as wide
+from flare_ray.device.ops.moe.pack.triton import Blocks, pack
+from flare_ray.device.ops.moe.packed import Nvfp4Stack
+from flare_ray.device.ops.moe.triton import BLOCK, combine, gated
+
+FEW_ROWS = 24
+"""Most rows of a pass for these kernels; with 288 experts, eight a row, an expert then has two rows
+at most in the mean. More go to the matrix unit (wide/triton.py)."""
+
+GATE_TILE, GATE_WARPS = 8, 4
+DOWN_TILE, DOWN_WARPS = 16, 4
+"""Outputs and warps of a program; a row of K = 4,096 is 256 words of 64 bits."""
+
+_COMPILED = os.environ.get("TRITON_INTERPRET", "0") != "1"
+"""The interpreter knows no inline assembly; it takes the sum's plain form."""
+
+_FOUR = """
+    prmt.b32 u, 0x0f0e0d0c, 0x18141210, {word};
+    prmt.b32 v, 0x090a0b0c, 0x00040608, {flip};
+    or.b32 u, u, v;
+    dp4a.u32.s32 hi, u, {high}, hi;
+    dp4a.u32.u32 lo, u, {low}, lo;
+"""
+_SIXTEEN = tl.constexpr(
+    "{ .reg .b32 a, b, s, t, u, v, hi, lo;\n mov.b32 hi, 0; mov.b32 lo, 0;\n mov.b64 {a, b}, $1;\n"
+    "xor.b32 s, a, 0x88888888; xor.b32 t, b, 0x88888888;\n"
+    + _FOUR.format(word="a", flip="s", high="$2", low="$6")
+    + "shr.b32 a, a, 16; shr.b32 s, s, 16;\n"
+    + _FOUR.format(word="a", flip="s", high="$3", low="$7")
+    + _FOUR.format(word="b", flip="t", high="$4", low="$8")
+    + "shr.b32 b, b, 16; shr.b32 t, t, 16;\n"
+    + _FOUR.format(word="b", flip="t", high="$5", low="$9")
+    + "shl.b32 hi, hi, 8; add.s32 $0, hi, lo; }"
+)
+
+
+@triton.jit
+def _plain_sum(word, h0, h1, h2, h3, l0, l1, l2, l3):
+    """What the assembly computes, operation by operation."""
+    total = (word * 0).to(tl.int32)
+    for i in tl.static_range(16):
+        code = ((word >> (4 * i)) & 15).to(tl.int32)
+        size = code & 7
+        size = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16))
+        byte = 12 + tl.where(code > 7, -size, size)
+        if i < 4:
+            high, low = h0, l0
+        elif i < 8:
+            high, low = h1, l1
+        elif i < 12:
+            high, low = h2, l2
+        else:
+            high, low = h3, l3
+        shift: tl.constexpr = 8 * (i % 4)
+        digit = (high << (24 - shift)) >> 24
+        total += byte * (digit * 256 + ((low >> shift) & 255))
+    return total
+
+
+@triton.jit
+def _group_sums(word, h0, h1, h2, h3, l0, l1, l2, l3, COMPILED: tl.constexpr):
+    """[BN, G] int64 words of 16 codes, [1, G] digits -> [BN, G] int32 sums of u x."""
+    if COMPILED:
+        sums = tl.inline_asm_elementwise(
+            _SIXTEEN,
+            "=r,l,r,r,r,r,r,r,r,r",
+            [word, h0, h1, h2, h3, l0, l1, l2, l3],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        sums = _plain_sum(word, h0, h1, h2, h3, l0, l1, l2, l3)
+    return sums
+
+
+@triton.jit
+def _row_product(word, scale, line, groups, group, inside, COMPILED: tl.constexpr):
+    """[BN] float32 products of a tile with the row whose digits start at `line`, times 2."""
+    h0 = tl.load(line + group, mask=inside, other=0)[None, :]
+    h1 = tl.load(line + groups + group, mask=inside, other=0)[None, :]
+    h2 = tl.load(line + 2 * groups + group, mask=inside, other=0)[None, :]
+    h3 = tl.load(line + 3 * groups + group, mask=inside, other=0)[None, :]
+    l0 = tl.load(line + 4 * groups + group, mask=inside, other=0)[None, :]
+    l1 = tl.load(line + 5 * groups + group, mask=inside, other=0)[None, :]
+    l2 = tl.load(line + 6 * groups + group, mask=inside, other=0)[None, :]
+    l3 = tl.load(line + 7 * groups + group, mask=inside, other=0)[None, :]
+    offset = tl.load(line + 8 * groups + group, mask=inside, other=0)[None, :]
+    unit = tl.load(line + 9 * groups + group, mask=inside, other=0).to(tl.float32, bitcast=True)
+    sums = _group_sums(word, h0, h1, h2, h3, l0, l1, l2, l3, COMPILED) - offset
+    return tl.sum(sums.to(tl.float32) * scale * unit[None, :], axis=1)
+
+
+@triton.jit
+def _tile(codes, scales, first, n, group, groups, mask):
+    """Words [BN, G] and block scales [BN, G] float32 of the rows first + n of a matrix stack."""
+    at = (first + n)[:, None] * groups + group[None, :]
+    word = tl.load(codes + at, mask=mask, other=0)
+    scale = tl.load(scales + at, mask=mask)
+    return word, tl.where(mask, scale.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _gate_up(
+    digit,
+    codes,
+    scales,
+    factor,
+    expert,
+    filled,
+    members,
+    out,
+    groups,
+    width,
+    limit,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """digit [R, 10, groups]; codes [E, 2 width, groups] int64; out [M, width]."""
+    block = tl.program_id(1)
+    e = tl.load(expert + block).to(tl.int64)
+    if e < 0:
+        return
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.arange(0, GROUPS)
+    inside = group < groups
+    mask = (n < width)[:, None] & inside[None, :]
+    first = e * 2 * width
+    gate_word, gate_scale = _tile(codes, scales, first, n, group, groups, mask)
+    up_word, up_scale = _tile(codes, scales, first + width, n, group, groups, mask)
+    gate_factor = tl.load(factor + e * 3) * 0.5
+    up_factor = tl.load(factor + e * 3 + 1) * 0.5
+    for place in range(tl.load(filled + block)):
+        member = tl.load(members + block * BLOCK + place).to(tl.int64)
+        line = digit + (member // TOP_K) * 10 * groups
+        gate = _row_product(gate_word, gate_scale, line, groups, group, inside, COMPILED)
+        up = _row_product(up_word, up_scale, line, groups, group, inside, COMPILED)
+        active = gated(gate * gate_factor, up * up_factor, limit)
+        tl.store(out + member * width + n, active.to(out.dtype.element_ty), mask=n < width)
+
+
+@triton.jit
+def _down(
+    digit,
+    codes,
+    scales,
+    factor,
+    expert,
+    filled,
+    members,
+    out,
+    groups,
+    hidden,
+    BLOCK: tl.constexpr,
+    BN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """digit [M, 10, groups]; codes [E, hidden, groups] int64; out [M, hidden] float32."""
+    block = tl.program_id(1)
+    e = tl.load(expert + block).to(tl.int64)
+    if e < 0:
+        return
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    group = tl.arange(0, GROUPS)
+    inside = group < groups
+    mask = (n < hidden)[:, None] & inside[None, :]
+    word, scale = _tile(codes, scales, e * hidden, n, group, groups, mask)
+    own = tl.load(factor + e * 3 + 2) * 0.5
+    for place in range(tl.load(filled + block)):
+        member = tl.load(members + block * BLOCK + place).to(tl.int64)
+        line = digit + member * 10 * groups
+        total = _row_product(word, scale, line, groups, group, inside, COMPILED)
+        tl.store(out + member * hidden + n, total * own, mask=n < hidden)
+
+
+class Nvfp4Experts:
+    """Routed experts of one layer.
+
+    Args:
+        stack: kept as it is.
+        limit: bound of the activation's inputs.
+        few_rows: most rows of a pass for the kernels of few rows.
+    """
+
+    def __init__(self, stack: Nvfp4Stack, *, limit: float, few_rows: int = FEW_ROWS) -> None:
+        self._stack = stack
+        self._limit = limit
+        self._few_rows = few_rows
+        self._width = stack.gate_up.shape[1] // 2
+        self._hidden = stack.down.shape[1]
+
+    def __call__(
+        self, x: Tensor, experts: Tensor, weights: Tensor, extra: Tensor | None = None
+    ) -> Tensor:
+        """As `api.Experts.__call__`; `extra` [R, H] is added to the sum."""
+        blocks = pack(experts, block=BLOCK)
+        if x.shape[0] <= self._few_rows:
+            parts = self._lowered(self._activated(x, blocks, experts.shape[1]), blocks)
+        else:
+            stack = self._stack
+            first = (stack.gate_up, stack.gate_up_scale, stack.factors)
+            active = wide.activated(x, *first, blocks, limit=self._limit)
+            parts = wide.lowered(active, stack.down, stack.down_scale, stack.factors, blocks)
+        return combine(parts, weights, extra, x.dtype)
+
+    def _activated(self, x: Tensor, blocks: Blocks, top_k: int) -> Tensor:
+        count, groups = blocks.expert.shape[0], x.shape[1] // 16
+        active = x.new_empty((count, self._width))
+        _gate_up[(triton.cdiv(self._width, GATE_TILE), count)](
+            digits(x),
+            self._stack.gate_up.view(torch.int64),
+            self._stack.gate_up_scale,
+            self._stack.factors,
+            blocks.expert,
+            blocks.filled,
+            blocks.members,
+            active,
+            groups,
+            self._width,
+            self._limit,
+            TOP_K=top_k,
+            BLOCK=BLOCK,
+            BN=GATE_TILE,
+            GROUPS=triton.next_power_of_2(groups),
+            COMPILED=_COMPILED,
+            num_warps=GATE_WARPS,
+        )
+        return active
+
+    def _lowered(self, active: Tensor, blocks: Blocks) -> Tensor:
+        count, groups = active.shape[0], self._width // 16
+        out = active.new_empty((count, self._hidden), dtype=torch.float32)
+        _down[(triton.cdiv(self._hidden, DOWN_TILE), count)](
+            digits(active),
+            self._stack.down.view(torch.int64),
+            self._stack.down_scale,
+            self._stack.factors,
+            blocks.expert,
+            blocks.filled,
+            blocks.members,
+            out,
+            groups,
+            self._hidden,
+            BLOCK=BLOCK,
+            BN=DOWN_TILE,
+            GROUPS=triton.next_power_of_2(groups),
+            COMPILED=_COMPILED,
+            num_warps=DOWN_WARPS,
+        )
+        return out

@@ -1,0 +1,1 @@
+"""Which rows an expert's block of a grouped product reads."""

@@ -1,0 +1,1 @@
+"""Softmax and nucleus over whole vocabularies as kernels."""

@@ -1,0 +1,1 @@
+"""Draws and chain verification over whole vocabularies as kernels."""

@@ -1,0 +1,1 @@
+"""The random stream as a kernel."""
