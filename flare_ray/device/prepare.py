@@ -41,6 +41,7 @@ from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
 from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.index import CheckpointIndex
+from flare_ray.device.weights.kept import kept_formats
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import open_validated
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
@@ -203,12 +204,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         processed_logprobs=config.sampling.logprobs == "processed",
         shapes=shapes,
         budget=ByteBudget(
-            weights_bytes=rank_weight_bytes(
-                resolve(recipe.manifest)(geometry),
-                world_size=config.tensor_parallel_size,
-                element_bytes=DTYPE_BYTES[config.dtype],
-                families=_families(config),
-            ),
+            weights_bytes=_weight_bytes(config, recipe, resolve(recipe.manifest)(geometry)),
             page_bytes=page_bytes,
             state_bytes=rest_bytes,
             graph_pool_bytes=pool_bytes(shapes, sizes) if captured else 0,
@@ -227,6 +223,27 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     if config.core is not None:
         manifest = selected(manifest, read_core(config.core))
     return EnginePlan(manifest, recipe, geometry, _families(config))
+
+
+def _weight_bytes(config: EngineConfig, recipe: Recipe, specs: Sequence[TensorSpec]) -> int:
+    """One rank's weights as they will be held: packed where the recipe keeps them so."""
+    world_size, families = config.tensor_parallel_size, _families(config)
+    format_of = None
+    if recipe.packs_experts:
+        format_of = kept_formats(
+            config.checkpoint,
+            specs,
+            device=config.device,
+            world_size=world_size,
+            families=families,
+        )
+    return rank_weight_bytes(
+        specs,
+        world_size=world_size,
+        element_bytes=DTYPE_BYTES[config.dtype],
+        families=families,
+        format_of=format_of,
+    )
 
 
 def _model_of(config: EngineConfig) -> tuple[Recipe, Any]:

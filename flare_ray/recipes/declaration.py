@@ -358,6 +358,7 @@ class Recipe:
 
     tolerated_prefixes: beginnings of tensor names that a checkpoint may hold and the engine does
     not load (a vision tower, say); any other unlisted tensor is refused (contract: R5).
+    packs_experts: on CUDA the builders keep routed experts as stored (device/weights/kept.py).
     """
 
     name: str
@@ -374,6 +375,7 @@ class Recipe:
     drafter: str
     notes: Mapping[str, str] = field(default_factory=dict)
     tolerated_prefixes: tuple[str, ...] = ()
+    packs_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

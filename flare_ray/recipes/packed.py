@@ -7,32 +7,12 @@ from typing import Any
 
 from flare_ray.device.ops.moe.packed import Fp8Stack, Nvfp4Stack, Stack
 from flare_ray.device.weights.formats import WeightFormat
-from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK, Fp8BlockParts
-from flare_ray.device.weights.formats.nvfp4 import GROUP, Nvfp4Parts
+from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
+from flare_ray.device.weights.formats.nvfp4 import Nvfp4Parts
+from flare_ray.device.weights.kept import kept_format
 from flare_ray.recipes.reading import RankReader
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-
-
-def kept_format(
-    formats: set[WeightFormat], *, device: str, width: int, hidden: int
-) -> WeightFormat:
-    """In which format a layer's routed experts stay in memory; PLAIN = they are dequantised.
-
-    Only CUDA has kernels that unpack, and they take one format a layer whose groups or blocks the
-    ranks' parts do not cut.
-
-    Args:
-        formats: of all stored matrices of the experts.
-        width: I of one rank; hidden: H.
-    """
-    if device != "cuda" or len(formats) != 1:
-        return WeightFormat.PLAIN
-    (stored,) = formats
-    edge = {"nvfp4": GROUP, "fp8_block": DEFAULT_BLOCK[0]}.get(stored.kind)
-    if edge is None or width % edge or hidden % edge:
-        return WeightFormat.PLAIN
-    return stored
 
 
 def packed_stack(
@@ -45,7 +25,7 @@ def packed_stack(
     """
     weights = reader.weights
     formats = {weights.format(f"{name}.{part}.weight") for name in names for part in PARTS}
-    kept = kept_format(formats, device=weights.device.type, width=width, hidden=hidden)
+    kept = kept_format(formats, device=weights.device.type, sizes=(width, hidden))
     if kept is WeightFormat.PLAIN:
         return None
     kind = Fp8Stack if kept is WeightFormat.FP8_BLOCK else Nvfp4Stack

@@ -31,7 +31,9 @@ def test_a_site_equals_the_reference(rows, hidden, dtype):
     streams = torch.randn((rows, 4, hidden), device="cuda").to(dtype)
     site = HyperConnection(projection, base, scale, streams=4, shape=SHAPE)
     x, mix = site.mix_in(streams)
-    raw = streams_reference.projected(streams.double(), projection.double(), norm_eps=1e-5)
+    flat = streams.double().flatten(1)
+    flat = flat * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + 1e-5)
+    raw = F.linear(flat, projection.double())
     pre, post, wanted = streams_reference.coefficients(
         raw, base.double(), scale.double(), iterations=20, eps=1e-6
     )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.weights.formats.nvfp4 import unpack_e2m1
+
 
 @dataclass(slots=True)
 class Nvfp4Stack:
@@ -39,6 +41,20 @@ class Nvfp4Stack:
             made(experts, 3, dtype=torch.float32),
         )
 
+    def dequantised(self, expert: int) -> tuple[Tensor, Tensor]:
+        """One expert's gate_up [2 I, H] and down [H, I], float32; for tests and references."""
+        width = self.gate_up.shape[1] // 2
+        gate_up, down = (
+            (unpack_e2m1(codes[expert]).unflatten(1, (-1, 16)) * scale[expert].float()[..., None])
+            for codes, scale in (
+                (self.gate_up, self.gate_up_scale),
+                (self.down, self.down_scale),
+            )
+        )
+        gate, up, whole = self.factors[expert]
+        factor = torch.cat((gate.expand(width), up.expand(width))).unsqueeze(1)
+        return gate_up.flatten(1) * factor, down.flatten(1) * whole
+
 
 @dataclass(slots=True)
 class Fp8Stack:
@@ -67,6 +83,18 @@ class Fp8Stack:
             made(experts, hidden, width),
             made(experts, hidden // 128, width // 128, dtype=torch.float32),
         )
+
+    def dequantised(self, expert: int) -> tuple[Tensor, Tensor]:
+        """One expert's gate_up [2 I, H] and down [H, I], float32; for tests and references."""
+        gate_up, down = (
+            codes[expert].float()
+            * scale[expert].repeat_interleave(128, 0).repeat_interleave(128, 1)
+            for codes, scale in (
+                (self.gate_up, self.gate_up_scale),
+                (self.down, self.down_scale),
+            )
+        )
+        return gate_up, down
 
 
 Stack = Nvfp4Stack | Fp8Stack

@@ -50,6 +50,11 @@ def pool_scores(query: Tensor, keys: Tensor, weights: Tensor | None) -> Tensor:
     expect_shape("keys", keys, batch, None, dim)
     if weights is not None:
         expect_shape("weights", weights, batch, width, heads)
+    if keys.is_cuda:
+        from flare_ray.device.ops.pooled_index import triton
+
+        if triton.fits(query, keys):
+            return triton.pool_scores(query, keys, weights)
     return reference.pool_scores(query, keys, weights)
 
 
@@ -62,11 +67,16 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
         scores: [..., P] float32.
         visible: [...] int64, finished pools the row may see.
     Returns:
-        [..., min(count, P)] int64, best first, -1 where there are fewer.
+        [..., min(count, P)] int64, best first (on CUDA in order of pool), then -1 where there are
+        fewer.
     Raises:
         ContractViolation: shapes disagree.
     """
     expect_shape("visible", visible, *scores.shape[:-1])
+    if scores.is_cuda:
+        from flare_ray.device.ops.pooled_index.selection import triton
+
+        return triton.best_pools(scores, visible, count=count)
     return reference.best_pools(scores, visible, count=count)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
@@ -56,6 +55,6 @@ def route(
     if x.is_cuda and weight.shape[0] <= CUDA_EXPERTS:
         from flare_ray.device.ops.router import triton
 
-        products = F.linear(x.to(torch.float32), weight)
+        products = triton.products(x, weight)
         return triton.choose(products, bias, top_k=top_k, scale=scale, scoring=scoring)
     return reference.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)

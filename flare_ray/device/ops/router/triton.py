@@ -1,6 +1,11 @@
-"""Choice and weights of a row's experts on CUDA, after the float32 product.
+"""Routing on CUDA: float32 products of few rows, then choice and weights.
 
-grid (rows,): one program squashes a row's scores and takes the largest biased one `top_k` times.
+    products  grid (rows, pairs of experts): a program multiplies one row by two experts' rows. The
+              library's float32 product of one row is slower and wants the row cast first; from
+              PRODUCT_ROWS on its tiles win, since this form reads the matrix once a row
+    choose    grid (rows,)
+
+One program squashes a row's scores and takes the largest biased one `top_k` times.
 The maximum first, then the lowest index that has it, so equal scores go to the lower expert; a
 sort would cost several launches for 288 numbers.
 """
@@ -8,9 +13,47 @@ sort would cost several launches for 288 numbers.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+
+PRODUCT_ROWS = 16
+"""Most rows of the product's own kernel."""
+_EXPERTS = 2
+_STEP = 1024
+
+
+@triton.jit
+def _products(x, weight, out, hidden, experts, EXPERTS: tl.constexpr, STEP: tl.constexpr):
+    """x [R, hidden]; weight [experts, hidden] float32; out [R, experts] float32."""
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS, STEP), tl.float32)
+    for start in range(0, hidden, STEP):
+        place = start + tl.arange(0, STEP)
+        inside = place < hidden
+        values = tl.load(x + row * hidden + place, mask=inside, other=0.0).to(tl.float32)
+        matrix = tl.load(
+            weight + expert[:, None] * hidden + place[None, :],
+            mask=(expert < experts)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        total += matrix * values[None, :]
+    tl.store(out + row * experts + expert, tl.sum(total, axis=1), mask=expert < experts)
+
+
+def products(x: Tensor, weight: Tensor) -> Tensor:
+    """Rows [R, H] of any type times weight [E, H] float32 -> [R, E] float32."""
+    rows, hidden = x.shape
+    experts = weight.shape[0]
+    if rows > PRODUCT_ROWS:
+        return F.linear(x.to(torch.float32), weight)
+    out = weight.new_empty((rows, experts))
+    grid = (rows, triton.cdiv(experts, _EXPERTS))
+    x = x.contiguous()
+    _products[grid](x, weight, out, hidden, experts, _EXPERTS, _STEP, num_warps=4)
+    return out
 
 
 @triton.jit

@@ -85,9 +85,8 @@ def _plain_sum(word, h0, h1, h2, h3, l0, l1, l2, l3):
             high, low = h2, l2
         else:
             high, low = h3, l3
-        shift: tl.constexpr = 8 * (i % 4)
-        digit = (high << (24 - shift)) >> 24
-        total += byte * (digit * 256 + ((low >> shift) & 255))
+        digit = (high << (24 - 8 * (i % 4))) >> 24
+        total += byte * (digit * 256 + ((low >> (8 * (i % 4))) & 255))
     return total
 
 

@@ -26,10 +26,13 @@ def _value(code, scale, EXACT: tl.constexpr):
     if EXACT:
         bits = ((code & 7) << 6) | ((code & 8) << 12)
         # 6.646e35 = 2 ** 119
-        return bits.to(tl.bfloat16, bitcast=True) * (scale * 6.646139978924579e35).to(tl.bfloat16)
-    size = (code & 7).to(tl.float32)
-    size = tl.where(size < 4, size * 0.5, tl.where(size < 6, size - 2, 2 * size - 8))
-    return tl.where(code > 7, -size, size) * scale * 0.0078125
+        unit = (scale * 6.646139978924579e35).to(tl.bfloat16)
+        value = bits.to(tl.bfloat16, bitcast=True) * unit
+    else:
+        size = (code & 7).to(tl.float32)
+        size = tl.where(size < 4, size * 0.5, tl.where(size < 6, size - 2, 2 * size - 8))
+        value = tl.where(code > 7, -size, size) * scale * 0.0078125
+    return value
 
 
 @triton.jit
