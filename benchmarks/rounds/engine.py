@@ -43,6 +43,7 @@ class Rank:
     geometry: Geometry
     model: Model
     pages: int
+    core: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ def build_rank(
         if not name.endswith("recurrent"):
             tensor.normal_()
     _start(store, slots=slots, pages=pages, context=context)
-    return Rank(shape, Model(target, drafter, store), pages)
+    return Rank(shape, Model(target, drafter, store), pages, store.request.core.clone())
 
 
 def _start(store: StateStore, *, slots: int, pages: int, context: int) -> None:
@@ -149,7 +150,7 @@ class TimedRound:
             filters=FilterBounds(any_top_p=True),
             publishes=False,
         )
-        self._saved = model.store.request.core.clone()
+        self._saved = rank.core
 
     def restore(self) -> None:
         """Put the slots back to where the round started."""

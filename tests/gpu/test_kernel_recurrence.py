@@ -26,7 +26,8 @@ SLOTS, KEEP = 5, 3
 def test_round_conv_equals_joining_and_convolving(width, dtype):
     torch.manual_seed(width)
     slots = torch.tensor([3, 0, 4], device="cuda")
-    column = torch.tensor([7, 0, 2], device="cuda")
+    # a column of a table, as a lane's fields are
+    column = torch.tensor([[7, 1 << 40], [0, 5], [2, 5]], device="cuda")[:, 0]
     channels = 24576 if width == 6 else 100
     window = torch.randn((SLOTS + 1, KEEP + 8, channels), device="cuda").to(dtype)
     raw = torch.randn((3 * width, channels + 40), device="cuda").to(dtype)[:, :channels]

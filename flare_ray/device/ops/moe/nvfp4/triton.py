@@ -41,8 +41,8 @@ FEW_ROWS = 24
 """Most rows of a pass for these kernels; with 288 experts, eight a row, an expert then has two rows
 at most in the mean. More go to the matrix unit (wide/triton.py)."""
 
-GATE_TILE, GATE_WARPS = 8, 4
-DOWN_TILE, DOWN_WARPS = 16, 4
+GATE_TILE, GATE_WARPS = 4, 4
+DOWN_TILE, DOWN_WARPS = 8, 8
 """Outputs and warps of a program; a row of K = 4,096 is 256 words of 64 bits."""
 
 _COMPILED = os.environ.get("TRITON_INTERPRET", "0") != "1"

@@ -73,8 +73,8 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
     """As `api.best_pools`, in order of pool."""
     pools = scores.shape[-1]
     count = min(count, pools)
-    flat = scores.reshape(-1, pools)
+    flat = scores.reshape(-1, pools).contiguous()
     out = torch.empty((flat.shape[0], count), dtype=torch.int64, device=scores.device)
-    rows = visible.reshape(-1)
+    rows = visible.reshape(-1).contiguous()
     _select[(flat.shape[0],)](flat, rows, out, pools, count, CHUNK=_CHUNK, num_warps=8)
     return out.view(*scores.shape[:-1], count)
