@@ -32,16 +32,18 @@ FORMATS = {
 }
 LAYERS = {"nvfp4": 16, "plain": 8, "fp8": 12}
 BATCHES, WIDTHS = (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 7, 8)
+FEW_WIDTHS = (1, 6)
 QUICK = ((1, 1), (1, 6), (4, 6))
 TOKEN_CAPACITY = 128
 CONTEXT = 1000
 
 
-def shapes(*, quick: bool) -> list[tuple[int, int]]:
-    """(B, W) of the table: those that a catalog captures."""
+def shapes(form: str, *, quick: bool) -> list[tuple[int, int]]:
+    """(B, W) of the table: those that a catalog captures, few of the formats beside NVFP4."""
     if quick:
         return list(QUICK)
-    return [(b, w) for b in BATCHES for w in WIDTHS if w == 1 or b * w <= TOKEN_CAPACITY]
+    widths = WIDTHS if form == "nvfp4" else FEW_WIDTHS
+    return [(b, w) for b in BATCHES for w in widths if w == 1 or b * w <= TOKEN_CAPACITY]
 
 
 def measured(
@@ -74,7 +76,7 @@ def measured(
 def table(form: str, read_tb_s: float, *, quick: bool) -> list[dict[str, Any]]:
     """Every shape of one format."""
     rows = []
-    chosen = shapes(quick=quick)
+    chosen = shapes(form, quick=quick)
     slots = max(batch for batch, _ in chosen)
     rank = build_rank(geometry(LAYERS[form]), FORMATS[form], slots=slots, context=CONTEXT)
     print(f"{form}: {torch.cuda.memory_allocated() / 2**30:.1f} GiB allocated", flush=True)
@@ -99,8 +101,13 @@ def main() -> None:
         for form in options.formats.split(","):
             rows = table(form, metrics["read_tb_s"], quick=options.quick)
             metrics[form] = {f"b{row['batch']}w{row['width']}": row for row in rows}
+            _write(metrics, options.folder)
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def _write(metrics: dict[str, Any], folder: Path) -> None:
+    """Judge and write what has been measured so far; an interrupted run leaves whole formats."""
     bounds = []
     if "nvfp4" in metrics:
         metrics["bandwidth_ratio_b1w1"] = metrics["nvfp4"]["b1w1"]["bandwidth_ratio"]
@@ -111,7 +118,7 @@ def main() -> None:
     if "plain" in metrics:
         metrics["bandwidth_ratio_b1w1_bfloat16"] = metrics["plain"]["b1w1"]["bandwidth_ratio"]
         bounds.append(Bound(metric="bandwidth_ratio_b1w1_bfloat16", operator=">=", value=0.6))
-    print_result(write_result("gpu_rounds", metrics, bounds, folder=options.folder))
+    print_result(write_result("gpu_rounds", metrics, bounds, folder=folder))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ def _family_folder(module: str) -> str | None:
     parts = module.split(".")
     if parts[:2] != ["flare_ray", "recipes"] or len(parts) < 3:
         return None
-    return None if parts[2] in {"declaration", "fields", "packed", "reading", "registry"} else parts[2]
+    common = {"declaration", "fields", "packed", "reading", "registry"}
+    return None if parts[2] in common else parts[2]
 
 
 def check_library(

@@ -1,7 +1,7 @@
 """Softmax with temperature, and the nucleus of it, over rows of a vocabulary on CUDA.
 
-A row of 154,880 logits is cut into chunks of 2,048, one program each, so that even one row uses half
-of the chip. What chunks must know of each other goes through small tables [row, chunk, ...]
+A row of 154,880 logits is cut into chunks of 2,048, one program each, so that even one row uses
+half of the chip. What chunks must know of each other goes through small tables [row, chunk, ...]
 that the next launch reads whole: no atomics, every sum has one order, so ranks that see equal
 logits compute equal bits (contract: S6).
 
