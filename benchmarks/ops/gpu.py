@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ def _expert_calls(
     count = 6 if rows <= 8 else 3
     for _ in range(count):
         x, (ids, weights) = normal(rows, HIDDEN), routing(rows)
-        calls.append(lambda x=x, ids=ids, weights=weights: run(x, ids, weights))
+        calls.append(partial(run, x, ids, weights))
         moved += ids.unique().numel() * each / count
     return calls, moved
 
@@ -75,7 +76,7 @@ def dense() -> Iterator[Timed]:
         weights = [normal(out, columns) for _ in range(1 if out == V else 3)]
         for rows in (1, 6, 32):
             x = normal(rows, columns)
-            calls: list[Call] = [lambda w=w, x=x: F.linear(x, w) for w in weights]
+            calls: list[Call] = [partial(F.linear, x, w) for w in weights]
             yield Timed(f"{name} rows {rows}", calls, out * columns * 2)
 
 
@@ -132,12 +133,12 @@ def mixing() -> Iterator[Timed]:
     for rows in (1, 6, 32, 128):
         streams, x = normal(rows, 4, HIDDEN), normal(rows, HIDDEN)
         _, site = sites[0].mix_in(streams)
-        into: list[Call] = [lambda s=s, streams=streams: s.mix_in(streams) for s in sites]
+        into: list[Call] = [partial(s.mix_in, streams) for s in sites]
         yield Timed(f"mix_in rows {rows}", into, 24 * 4 * HIDDEN * 4 + rows * 10 * HIDDEN)
-        out: list[Call] = [lambda x=x, streams=streams, site=site: mix_out(x, streams, site)]
+        out: list[Call] = [partial(mix_out, x, streams, site)]
         yield Timed(f"mix_out rows {rows}", out * 8, rows * 18 * HIDDEN)
-        yield Timed(f"rmsnorm rows {rows}", [lambda x=x: norm(x)] * 8, rows * 4 * HIDDEN)
-        routed: list[Call] = [lambda x=x: route(x, router, bias, top_k=TOP_K, scale=2.5)]
+        yield Timed(f"rmsnorm rows {rows}", [partial(norm, x)] * 8, rows * 4 * HIDDEN)
+        routed: list[Call] = [partial(route, x, router, bias, top_k=TOP_K, scale=2.5)]
         yield Timed(f"route rows {rows}", routed * 8, EXPERTS * HIDDEN * 4)
 
 
@@ -164,15 +165,12 @@ def recurrence() -> Iterator[Timed]:
         qkv = normal(total, 3, heads, dim, dtype=torch.float32)
         rows = GatedRows(qkv, outer, beta)
         rule: list[Call] = [
-            lambda s=s, a=(rows, read, write): gated_round(a[0], gates, SavedStates(s, a[1], a[2]))
-            for s in states
+            partial(gated_round, rows, gates, SavedStates(s, read, write)) for s in states
         ]
         state = heads * dim * dim * 4 * batch * (1 + width)
         yield Timed(f"delta rule B {batch} W {width}", rule, state)
         conv: list[Call] = [
-            lambda w=w, a=(raw[:, : 3 * flat], slots): round_conv(
-                a[0], w, taps, slots=a[1], column=a[1] * 0
-            )
+            partial(round_conv, raw[:, : 3 * flat], w, taps, slots=slots, column=slots * 0)
             for w in window
         ]
         yield Timed(f"conv B {batch} W {width}", conv, total * 3 * flat * 8)
@@ -186,7 +184,7 @@ def attention() -> Iterator[Timed]:
         for count in (1024, 2051):
             lists = [torch.randint(0, 1 << 18, (rows, count), device="cuda") for _ in range(4)]
             calls: list[Call] = [
-                lambda i=i, q=query: indexed_attention(q, cache, i, scale=0.06) for i in lists
+                partial(indexed_attention, query, cache, i, scale=0.06) for i in lists
             ]
             yield Timed(f"attention rows {rows} of {count}", calls, rows * count * 1024)
 
@@ -215,13 +213,13 @@ def sampling() -> Iterator[Timed]:
         name = f"B {batch} W {width}"
         yield Timed(
             f"distribution {name}",
-            [lambda x=x, p=params: target_probs(x, p) for x in logits],
+            [partial(target_probs, x, params) for x in logits],
             2 * size,
         )
-        yield Timed(f"draw {name}", [lambda p=p, u=u: draw(p[:, 0], u[:, 0])] * 4, batch * V * 4)
-        chain: Call = lambda a=(p, q, drafts, lengths, u): verify_chain(*a)  # noqa: E731
+        yield Timed(f"draw {name}", [partial(draw, p[:, 0], u[:, 0])] * 4, batch * V * 4)
+        chain: Call = partial(verify_chain, p, q, drafts, lengths, u)
         yield Timed(f"chain {name}", [chain] * 4, 2 * batch * V * 4)
-        yield Timed(f"uniforms {name}", [lambda k=keys, w=width: uniforms(k, k, w + 1)] * 4, 1)
+        yield Timed(f"uniforms {name}", [partial(uniforms, keys, keys, width + 1)] * 4, 1)
 
 
 SECTIONS = (dense, experts, mixing, recurrence, attention, sampling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -94,7 +95,9 @@ def _start(store: StateStore, *, slots: int, pages: int, context: int) -> None:
     core, request = store.request.core, store.request
     core[:slots, Core.EPOCH] = 1
     core[:slots, Core.PHASE] = Phase.READY.value
-    core[:slots, Core.PENDING] = 7
+    # lanes of one history would all choose the same experts
+    pending = 7 + 4_789 * torch.arange(slots, device=core.device)
+    core[:slots, Core.PENDING] = pending % store.limits.vocab_size
     core[:slots, Core.CONSUMED] = context
     core[:slots, Core.BUDGET] = 1 << 20
     core[:slots, Core.DRAFT_POSITION] = store.spec.absorbed(context)
@@ -124,17 +127,20 @@ class TimedRound:
             draft_tokens=width - 1,
             verify_width=width,
         )
-        lanes = StaticBuffer.allocate((batch, 5 + width - 1), torch.int64, device)
+        columns = LaneField.COPIES + width - 1
+        lanes = StaticBuffer.allocate(batch * columns, torch.int64, device).view((batch, columns))
         words = mask_words(vocabulary)
-        masks = StaticBuffer.allocate((batch, width, words), torch.int32, device)
-        self._inputs = RoundInputs(lanes, masks, model.store.request.null_slot)
+        masks = StaticBuffer.allocate(batch * width * words, torch.int32, device)
+        self._inputs = RoundInputs(
+            lanes, masks.view((batch, width, words)), model.store.request.null_slot
+        )
         self._inputs.clear()
         host = lanes.host
         host[:, LaneField.SLOT] = range(batch)
         host[:, LaneField.EPOCH] = 1
         host[:, LaneField.CEILING] = width - 1
         lanes.upload()
-        made = {"device": device}
+        made: dict[str, Any] = {"device": device}
         self._scratch = RoundScratch(
             torch.zeros((batch, width - 1, vocabulary), **made),
             torch.zeros((batch, RECORD_FIELDS), dtype=torch.int64, **made),

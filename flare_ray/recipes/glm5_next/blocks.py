@@ -161,13 +161,14 @@ def _mixture(reader: Reader, prefix: str) -> MixtureOfExperts:
     )
     names = [f"{prefix}.experts.{expert}" for expert in range(moe.experts)]
     width = moe.width // reader.comm.size
-    rules = {"top_k": moe.top_k, "limit": geometry.swiglu_limit}
+    limit = geometry.swiglu_limit
     stack = packed_stack(reader, names, width=width, hidden=geometry.hidden)
     if stack is not None:
         shared = _expert_weights(reader, [], prefix) if moe.shared else None
-        return MixtureOfExperts(router, PackedExperts(stack, shared, **rules))
+        return MixtureOfExperts(router, PackedExperts(stack, shared, top_k=moe.top_k, limit=limit))
     weights = _expert_weights(reader, names, prefix)
-    return MixtureOfExperts(router, Experts(weights, shared=moe.shared, **rules))
+    experts = Experts(weights, shared=moe.shared, top_k=moe.top_k, limit=limit)
+    return MixtureOfExperts(router, experts)
 
 
 def _expert_weights(reader: Reader, names: list[str], prefix: str) -> ExpertWeights:

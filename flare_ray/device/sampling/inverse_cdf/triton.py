@@ -145,8 +145,8 @@ def verify_chain(
     sums = p.new_empty((lanes, chunks))
     accepted, tokens = (torch.empty_like(lengths) for _ in range(2))
     shape = {"DEPTH": depth, "DRAWS": uniforms.shape[1], "CHUNK": CHUNK}
-    operands = (p, q, drafts, lengths.contiguous(), uniforms, sums, accepted)
-    operands += (p.stride(0), q.stride(0))
+    strides = (p.stride(0), q.stride(0))
+    operands = (p, q, drafts, lengths.contiguous(), uniforms, sums, accepted, *strides)
     _weigh[(lanes, chunks)](*operands, size, **shape, num_warps=8)
     _pick[(lanes,)](
         *operands,
