@@ -3,23 +3,25 @@
     python -m benchmarks.ops.gpu [SECTION ...]      sections: dense experts mixing recurrence
                                                     attention sampling
 
-Every operator runs inside one graph over rotating operands, so weights come from memory. `ratio` is
-measured over floor at the read bandwidth of the same run.
+A run of all sections writes `gpu_operators.json`. Every operator runs inside one graph over
+rotating operands, so weights come from memory. The last number of a line is measured over floor, at
+the read bandwidth of the same run.
 """
 
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.ops.timing import Call, bandwidths, call_us
+from benchmarks.support.results import write_result
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape, mix_out
 from flare_ray.device.ops.indexed_attention.api import indexed_attention
 from flare_ray.device.ops.kda.api import SavedStates
@@ -226,26 +228,30 @@ SECTIONS = (dense, experts, mixing, recurrence, attention, sampling)
 
 
 def main() -> None:
-    """Print a line an operator; a section that fails says so and the next one runs."""
+    """Print a line an operator, and write them all where no section was named."""
     wanted = sys.argv[1:]
     ceilings = bandwidths()
     print(ceilings, flush=True)
-    with torch.inference_mode():
-        for section in SECTIONS:
-            if wanted and section.__name__ not in wanted:
-                continue
-            try:
-                for timed in section():
-                    spent = call_us(timed.calls)
-                    floor = timed.moved / ceilings["read_tb_s"] / 1e6
-                    ratio = spent / max(floor, 1e-9)
-                    print(
-                        f"{timed.name:28s} {spent:9.1f} us  floor {floor:8.1f}  x{ratio:.2f}",
-                        flush=True,
-                    )
-            except Exception:
-                traceback.print_exc(limit=6)
+    metrics: dict[str, Any] = {name: round(value, 3) for name, value in ceilings.items()}
+    for section in SECTIONS:
+        if not wanted or section.__name__ in wanted:
+            metrics[section.__name__] = measured(section, ceilings["read_tb_s"])
             torch.cuda.empty_cache()
+    if not wanted:
+        write_result("gpu_operators", metrics)
+
+
+@torch.inference_mode()
+def measured(section: Callable[[], Iterator[Timed]], read_tb_s: float) -> dict[str, Any]:
+    """Microseconds of a section's operators, beside the time that their bytes take."""
+    rows: dict[str, Any] = {}
+    for timed in section():
+        spent = call_us(timed.calls)
+        floor = timed.moved / read_tb_s / 1e6
+        rows[timed.name] = {"us": round(spent, 1), "floor_us": round(floor, 1)}
+        ratio = spent / max(floor, 1e-9)
+        print(f"{timed.name:28s} {spent:9.1f} us  floor {floor:8.1f}  x{ratio:.2f}", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -56,3 +56,29 @@ def config(layers: int) -> dict[str, Any]:
 def geometry(layers: int) -> Geometry:
     """Sizes of `config`."""
     return read_geometry(config(layers))
+
+
+_SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "eos_token_id": [1],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "n_routed_experts": 24,
+    "num_experts_per_tok": 2,
+}
+
+
+def small_geometry(*, top_k: int) -> Geometry:
+    """Five layers of every kind in sizes for tests; `top_k` tokens are selected."""
+    values = config(5) | _SMALL | {"index_topk": top_k}
+    values["linear_attn_config"] |= {"num_heads": 2, "head_dim": 16}
+    return read_geometry(values)

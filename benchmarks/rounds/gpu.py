@@ -22,6 +22,7 @@ from benchmarks.ops.timing import bandwidths, captured, replay_us
 from benchmarks.rounds.engine import PARTS, Rank, TimedRound, build_rank
 from benchmarks.rounds.floor import round_bytes
 from benchmarks.rounds.geometry import geometry
+from benchmarks.rounds.profile import largest_kernels
 from benchmarks.support.results import RESULTS, Bound, print_result, write_result
 from flare_ray.device.weights.formats import WeightFormat
 
@@ -34,6 +35,7 @@ LAYERS = {"nvfp4": 16, "plain": 8, "fp8": 12}
 BATCHES, WIDTHS = (1, 2, 4, 8, 16, 32), (1, 2, 3, 4, 5, 6, 7, 8)
 FEW_WIDTHS = (1, 6)
 QUICK = ((1, 1), (1, 6), (4, 6))
+PROFILED = ((1, 1), (1, 6))
 TOKEN_CAPACITY = 128
 CONTEXT = 1000
 
@@ -73,9 +75,9 @@ def measured(
     return row
 
 
-def table(form: str, read_tb_s: float, *, quick: bool) -> list[dict[str, Any]]:
-    """Every shape of one format."""
-    rows = []
+def table(form: str, read_tb_s: float, *, quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(every shape of one format, the kernels of PROFILED), by shape."""
+    rows: dict[str, Any] = {}
     chosen = shapes(form, quick=quick)
     slots = max(batch for batch, _ in chosen)
     rank = build_rank(geometry(LAYERS[form]), FORMATS[form], slots=slots, context=CONTEXT)
@@ -83,9 +85,14 @@ def table(form: str, read_tb_s: float, *, quick: bool) -> list[dict[str, Any]]:
     for batch, width in chosen:
         parts = (batch, width) in QUICK or width in (1, 6)
         row = measured(rank, form, batch, width, read_tb_s, parts=parts)
-        rows.append(row)
+        rows[f"b{batch}w{width}"] = row
         print(form, row, flush=True)
-    return rows
+    profiles = {}
+    for batch, width in PROFILED:
+        timed = TimedRound(rank, batch=batch, width=width)
+        graph = captured([timed.restore, timed.run])
+        profiles[f"b{batch}w{width}"] = largest_kernels(graph)
+    return rows, profiles
 
 
 def main() -> None:
@@ -99,8 +106,8 @@ def main() -> None:
     print(metrics, flush=True)
     with torch.inference_mode():
         for form in options.formats.split(","):
-            rows = table(form, metrics["read_tb_s"], quick=options.quick)
-            metrics[form] = {f"b{row['batch']}w{row['width']}": row for row in rows}
+            rows, profiles = table(form, metrics["read_tb_s"], quick=options.quick)
+            metrics |= {form: rows, f"{form}_profile": profiles}
             _write(metrics, options.folder)
             gc.collect()
             torch.cuda.empty_cache()

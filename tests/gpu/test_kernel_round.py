@@ -9,30 +9,12 @@ import torch
 
 from benchmarks.rounds import engine
 from benchmarks.rounds.engine import Placement, TimedRound, build_rank
-from benchmarks.rounds.geometry import config
+from benchmarks.rounds.geometry import small_geometry
 from benchmarks.rounds.weights import RandomWeights
 from flare_ray.device.weights.formats import WeightFormat
-from flare_ray.recipes.glm5_next.geometry import read_geometry
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "eos_token_id": [1],
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "index_n_heads": 4,
-    "index_head_dim": 16,
-    "n_routed_experts": 24,
-    "num_experts_per_tok": 2,
-}
 STATE_ATOL = 2e-3
 
 
@@ -47,12 +29,6 @@ class SeededWeights(RandomWeights):
         return made.to(device)
 
 
-def small(top_k: int):
-    values = config(5) | SMALL | {"index_topk": top_k}
-    values["linear_attn_config"] |= {"num_heads": 2, "head_dim": 16}
-    return read_geometry(values)
-
-
 @pytest.mark.parametrize("top_k", [128, 64])
 @pytest.mark.parametrize(("batch", "width"), [(1, 1), (3, 6)])
 def test_rounds_equal_the_cpus(monkeypatch, top_k, batch, width):
@@ -61,7 +37,7 @@ def test_rounds_equal_the_cpus(monkeypatch, top_k, batch, width):
     with torch.inference_mode():
         for device in ("cpu", "cuda"):
             ranks[device] = build_rank(
-                small(top_k),
+                small_geometry(top_k=top_k),
                 WeightFormat.PLAIN,
                 slots=3,
                 context=70,

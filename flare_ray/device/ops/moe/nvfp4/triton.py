@@ -16,8 +16,8 @@ one block of 16, then float32: block scale times unit, last the matrix's own sca
 
 grid (tiles of BN outputs, blocks); a program holds its tile's whole rows (K / 16 words of 64 bits a
 row) in registers and runs the block's rows over them, so weights are read once whatever the rows.
-The sum over K meets in one reduction at the end. Eight rows a tile keep some 30 KB of loads in
-flight per program.
+The sum over K meets in one reduction at the end. Tiles of four and eight outputs were the fastest
+of 4 to 32 with two to eight warps at one to six rows; larger ones leave too few programs a core.
 
 Source: the layout is published NVFP4; the lookup and the offset are ours.
 """
@@ -37,9 +37,10 @@ from flare_ray.device.ops.moe.pack.triton import Blocks, pack
 from flare_ray.device.ops.moe.packed import Nvfp4Stack
 from flare_ray.device.ops.moe.triton import BLOCK, combine, gated
 
-FEW_ROWS = 24
-"""Most rows of a pass for these kernels; with 288 experts, eight a row, an expert then has two rows
-at most in the mean. More go to the matrix unit (wide/triton.py)."""
+FEW_ROWS = 64
+"""Most rows of a pass for these kernels. With 288 experts, eight a row: 63, 427, 1,703, 3,352 us at
+1, 8, 32, 64 rows (2.5, 2.3, 3.1, 4.3 times the time of the bytes); the matrix unit's form
+(wide/triton.py) takes 138, 943, 2,545, 3,724 us and wins from 128 rows on (4,326 against 6,464)."""
 
 GATE_TILE, GATE_WARPS = 4, 4
 DOWN_TILE, DOWN_WARPS = 8, 8
