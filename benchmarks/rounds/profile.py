@@ -25,7 +25,7 @@ def largest_kernels(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type.name == "CUDA":
             spent[event.name[:_NAME]] += event.time_range.elapsed_us()
             count[event.name[:_NAME]] += 1
     return {

@@ -13,7 +13,8 @@ logits compute equal bits (contract: S6).
     apply         keeps what lies above the boundary, and as many equal ones, by id, as the mass
                   still needs; divides by what was kept
 
-Nine launches of some two microseconds; the library's renormalisation takes 100 us at eight rows.
+Nine launches: 42, 93, 289 us at 1, 6, 24 rows of 154,880 (H200), most of it the first two digits,
+where every element is compared with every value of its digit.
 """
 
 from __future__ import annotations
