@@ -11,7 +11,7 @@ import torch
 
 from flare_ray.contracts.record import unpack_rows
 from tests.gpu.captured import rank_of
-from tests.gpu.rank_worker import Work, run_rank
+from tests.gpu.rank_worker import Work, recorded, run_rank
 from tests.support.mixed_rounds import GREEDY, play
 from tests.support.scripted.harness import Driver
 from tests.support.served_glm import served_glm
@@ -32,8 +32,9 @@ def log(tmp_path_factory):
         pytest.skip(f"needs {RANKS} CUDA devices; torch sees {torch.cuda.device_count()}")
     folder = served_glm(tmp_path_factory.mktemp("micro") / "glm")
     driver = Driver(rank_of(folder))
+    log = recorded(driver)
     play(driver, (1, 2, 4, 6), ((GREEDY,) * 4,))
-    return folder, driver.log, [reply.rows for (reply,) in driver.replies]
+    return folder, log, [reply.rows for (reply,) in driver.replies]
 
 
 def start(work: Work):
@@ -73,7 +74,7 @@ def test_survivor_of_a_killed_rank_is_killed_and_its_memory_is_free(log, free_po
     before = [torch.cuda.mem_get_info(rank)[0] for rank in range(RANKS)]
     workers, receivers = start(Work(folder, RANKS, free_port(), plans, endless=True))
     try:
-        assert all(receiver.poll(LIMIT_S) for receiver in receivers)
+        assert all(receiver.poll(LIMIT_S) and receiver.recv() for receiver in receivers)
         workers[1].kill()
         time.sleep(1.0)
         started = time.monotonic()
