@@ -53,6 +53,11 @@ class IngressDeployment(BaseModel, frozen=True, extra="forbid"):
         description="YAML or JSON file of API keys and their limits, read again when it changes; "
         "None = whoever reaches the HTTP port may use it.",
     )
+    tracing: bool = Field(
+        False,
+        description="OpenTelemetry spans of requests, sent where the OTEL_* variables of the HTTP "
+        "replicas say; needs the tracing extra.",
+    )
     heartbeat_timeout_s: float = Field(
         10.0, gt=0, description="Seconds without an engine's heartbeat that end its requests."
     )

@@ -8,7 +8,7 @@ fails with a proper status; a client that leaves at any stage cancels its reques
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -64,7 +64,7 @@ class Generator:
         prepared = _as_allowed(prepared, caller)
         await caller.book(tokens=sum(prepared.prompt_tokens[:: prepared.choices_per_prompt]))
         if not prepared.stream:
-            work = self._whole(prepared, writer, caller)
+            work = self._whole(prepared, writer, caller, request.headers)
             return Response(await until_gone(work, request.receive), media_type="application/json")
         streams: list[RequestStream] = []
 
@@ -72,25 +72,39 @@ class Generator:
             await close_all(streams)
 
         try:
-            await until_gone(self._open(prepared, streams, caller), request.receive)
+            opening = self._open(prepared, streams, caller, request.headers)
+            await until_gone(opening, request.receive)
         except BaseException:
             await close()
             raise
         return EventStream(writer.frames(streams), close=close)
 
-    async def _whole(self, prepared: Prepared, writer: AnswerWriter, caller: Caller) -> bytes:
+    async def _whole(
+        self,
+        prepared: Prepared,
+        writer: AnswerWriter,
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> bytes:
         streams: list[RequestStream] = []
         try:
-            await self._open(prepared, streams, caller)
+            await self._open(prepared, streams, caller, headers)
             return await writer.whole(streams)
         finally:
             await close_all(streams)
 
-    async def _open(self, prepared: Prepared, streams: list[RequestStream], caller: Caller) -> None:
+    async def _open(
+        self,
+        prepared: Prepared,
+        streams: list[RequestStream],
+        caller: Caller,
+        headers: Mapping[str, str],
+    ) -> None:
         """Open all generations of one request into `streams`, which the caller closes: a result
         handed back would be lost if the caller is cancelled in the very moment it is ready."""
         for generation in prepared.requests:
             stream = await self._client.open(generation)
+            stream = self._settings.tracing.follow(stream, generation, headers)
             streams.append(MeteredStream(stream, caller) if caller.counts_tokens else stream)
         logger.info(
             "request %s: key %s, %d choice(s), %d prompt tokens, user %s",

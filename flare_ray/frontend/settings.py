@@ -14,6 +14,7 @@ from flare_ray.errors import CheckpointError
 from flare_ray.frontend.access import Access, Ledger
 from flare_ray.frontend.access.keys import KeyRing
 from flare_ray.frontend.tokenizer import TextCodec, TokenizerPool
+from flare_ray.frontend.tracing import Tracing, open_tracing
 from flare_ray.recipes.declaration import ChatFormat
 from flare_ray.recipes.registry import find_recipe
 
@@ -30,6 +31,7 @@ class ApiSettings:
         pool: threads on which the codec runs.
         access: who may ask.
         created_s: what /v1/models gives as `created`.
+        tracing: makes spans of requests, or none.
     """
 
     model_name: str
@@ -39,6 +41,7 @@ class ApiSettings:
     pool: TokenizerPool = field(default_factory=TokenizerPool)
     access: Access = field(default_factory=Access)
     created_s: int = field(default_factory=lambda: int(time.time()))
+    tracing: Tracing = field(default_factory=Tracing)
 
 
 def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> ApiSettings:
@@ -47,7 +50,7 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
     Args:
         ledger: where rate limits are booked; None = in this process.
     Raises:
-        ConfigError: the key file cannot be used.
+        ConfigError: the key file cannot be used, or tracing lacks its packages.
         CheckpointError: they are missing or broken.
     """
     chat = chat_format(config.engine)
@@ -59,6 +62,7 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
         chat=chat,
         max_body_bytes=config.ingress.max_body_bytes,
         access=Access(keys, ledger=ledger),
+        tracing=open_tracing(config.model_name) if config.ingress.tracing else Tracing(),
     )
 
 
