@@ -10,10 +10,11 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flare_ray.device.weights.quantiser import declaration_of, quantise_tensors
+from flare_ray.device.weights.quantiser import declaration_of, dequantise_tensors, quantise_tensors
 
 from .shape import checkpoint_config, generation_config
 from .storage import stored_format
@@ -32,6 +33,14 @@ def load_shards(run: Path, part: str) -> dict[str, Tensor]:
     if not shards:
         raise FileNotFoundError(f"no {part}-*.safetensors in {run}: did its training run end?")
     return {name: t for shard in shards for name, t in load_file(shard).items()}
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Plain tensors of a checkpoint folder, dequantised, or of a run's shards."""
+    checkpoint = folder / "model.safetensors"
+    if checkpoint.exists():
+        return dequantise_tensors(load_file(checkpoint), torch.float32)
+    return load_shards(folder, "trunk") | load_shards(folder, "drafter")
 
 
 def assemble(run: Path, pack: Path, checkpoint: Path) -> None:

@@ -160,7 +160,7 @@ def training(f: Figures) -> str:
     ]
     curve = trunk["curve"]
     points = curve[:: max(1, len(curve) // 10)]
-    losses = [[p["step"], f"{p['tokens'] / 1e6:.1f}", p["loss"], p["weighted"]] for p in points]
+    losses = [[p["step"], f"{p['tokens'] / 1e6:.1f}", p["loss"], p["mtp_loss"]] for p in points]
     v, parts = f.trunk["versions"], (f.trunk["index"], f.drafter["index"])
     before, after = (
         [x for part in parts for x in part[key]]
@@ -172,24 +172,25 @@ One {v["device"]}, torch {v["torch"]}, Python {v["python"]}; trunk and drafter a
 
 {table(["phase", "steps", "tokens", "rows", "seconds"], rows)}
 
-- **Trunk**: cross-entropy of the next token, weight one inside assistant turns and raw text,
+- **Trunk**: cross-entropy of the next token plus {s["mtp_weight"]} times the MTP layer's of the
+  token after it, the trunk not detached; weight one inside assistant turns and raw text,
   {s["prompt_weight"]} in prompts. AdamW (0.9, 0.95), linear warm-up and decay to zero, weight
   decay 0.1 on matrices, clip 1.0, bfloat16 products with float32 streams and delta rule.
   Documents are packed; nothing masks one from the next. In the last {float(s["long_ratio"]):.0%}
   of the time every second batch has rows of {LONG_ROW} tokens, in the last
   {float(s["rounded_ratio"]):.0%} products see the weights in their stored form
   (straight-through).
-- **Drafter**: trunk frozen in its stored form; {MTP_DEPTH} recursive steps for every position at
-  once, towards the trunk's own distribution (half soft cross-entropy, one total variation, a
-  tenth ground truth). Half of the rows are the corpus', half were begun by the corpus and written
-  on by the trunk at the default sampling.
+- **Drafter**: the MTP layer on; trunk frozen in its stored form; {MTP_DEPTH} recursive steps for
+  every position at once, towards the trunk's own distribution (half soft cross-entropy, one total
+  variation, a tenth ground truth). Half of the rows are the corpus', half were begun by the
+  corpus and written on by the trunk at the default sampling.
 - **Index**: scorers alone, towards the pooled attention mass of their own layer. Mass held by the
   128 chosen pools of four tokens, two target layers and MTP layer: {before} before, {after}
   after.
 
 Loss of single batches:
 
-{table(["step", "M tokens", "loss", "weighted loss"], losses)}
+{table(["step", "M tokens", "loss", "MTP loss"], losses)}
 """
 
 

@@ -26,17 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from flare_ray.device.weights.quantiser import dequantise_tensors
-
-from .assemble import load_shards
+from .assemble import load_weights
 from .chat_format import expected_answer, parse_answer, render
 from .generation import Answers, Generation
 from .heldout import LONG_ROWS, PROMPTS_FILE, RECALL_FILE, ROWS_FILE, selected, teacher_forced
 from .network import DemoModel, from_published
-from .phases import trunk_names
 from .shape import MTP_DEPTH, STOP_IDS, text_config
 from .speculative import Sampling, distribution
 from .storage import round_in_place
@@ -56,15 +52,13 @@ SAMPLES = 3
 
 
 def load_model(folder: Path, device: torch.device) -> DemoModel:
-    """A checkpoint folder, or the shards of a run rounded to their stored form, in float32."""
-    if (folder / "config.json").exists():
-        config = json.loads((folder / "config.json").read_text())["text_config"]
-        tensors = dequantise_tensors(load_file(folder / "model.safetensors"), torch.float32)
-        return from_published(DemoModel(config), tensors).to(device).eval()
-    tensors = load_shards(folder, "trunk") | load_shards(folder, "drafter")
-    model = from_published(DemoModel(text_config()), tensors).to(device)
-    round_in_place(model, trunk_names(model))
-    round_in_place(model, [n for n, _ in model.named_parameters() if n.startswith("mtp.")])
+    """A checkpoint folder, or the shards of a run in their stored form, in float32."""
+    config_file = folder / "config.json"
+    stored = config_file.exists()
+    config = json.loads(config_file.read_text())["text_config"] if stored else text_config()
+    model = from_published(DemoModel(config), load_weights(folder)).to(device)
+    if not stored:
+        round_in_place(model, [name for name, _ in model.named_parameters()])
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""The phases of both runs: the trunk alone; the MTP layer alone, unrolled on its own states."""
+"""The phases of the runs: trunk and MTP layer; then that layer alone, unrolled on its states."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ class Clock:
 
 
 def learning_rate(clock: Clock, warm_up: float = WARM_UP) -> float:
-    """Linear warm-up, then linear to zero, as a factor of the peak; a resumed phase warms up
-    anew.
-    """
+    """Linear warm-up, then linear to zero, as a factor of the peak; resumed, it warms up anew."""
     fraction = clock.fraction()
     if fraction >= 1:
         return 0.0
@@ -142,7 +140,7 @@ def trunk_optimizer(run: Run) -> torch.optim.AdamW:
     """AdamW in three groups: decayed matrices, slow mixer projections, and the rest."""
     matrices, mixers, rest = [], [], []
     for name, parameter in run.model.named_parameters():
-        if name.startswith("mtp.") or ".indexer." in name:
+        if ".indexer." in name:
             continue
         if name.endswith("_fn"):
             mixers.append(parameter)
@@ -181,25 +179,27 @@ def token_weights(ids: Tensor, prompt_weight: float) -> Tensor:
     return weight[ids.gather(1, last)]
 
 
-def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted and plain cross-entropy of rows [B, T + 2]."""
-    model, length = run.model, ids.shape[1] - 2
-    weights = token_weights(ids[:, :length], run.settings.prompt_weight)
+def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss to minimise of rows [B, T + 2], the trunk's plain cross-entropy and the MTP layer's
+    weighted one.
+    """
+    model, s, length = run.model, run.settings, ids.shape[1] - 2
+    loss, head = model.kernels.next_token_loss, model.lm_head.weight
+    weights = token_weights(ids[:, : length + 1], s.prompt_weight)
     with run.autocast():
         hidden = model.hidden(ids[:, :length], run.dtype)
-        loss: tuple[Tensor, Tensor] = model.kernels.next_token_loss(
-            hidden.flatten(0, 1),
-            model.lm_head.weight,
-            ids[:, 1 : length + 1].flatten(),
-            weights.flatten(),
-            run.dtype,
-        )
-    return loss
+        targets, place = ids[:, 1 : length + 1].flatten(), weights[:, :length].flatten()
+        weighted, plain = loss(hidden.flatten(0, 1), head, targets, place, run.dtype)
+        drafted = model.mtp(model.embed_tokens(ids[:, 1 : length + 1]), hidden, run.dtype)
+        targets, place = ids[:, 2:].flatten(), weights[:, 1:].flatten()
+        mtp, _ = loss(drafted.flatten(0, 1), head, targets, place, run.dtype)
+    return weighted + s.mtp_weight * mtp, plain, mtp.detach()
 
 
 def trunk_phase(run: Run, begun: float = 0.0) -> None:
-    """Train the target on short rows; in the last ``long_ratio`` of the time every second batch has
-    long rows, in the last ``rounded_ratio`` products see the weights as they will be stored.
+    """Train target and MTP layer on short rows; in the last ``long_ratio`` of the time every second
+    batch has long rows, in the last ``rounded_ratio`` products see the weights as they will be
+    stored.
     """
     s, model = run.settings, run.model
     optimizer = trunk_optimizer(run)
@@ -208,22 +208,24 @@ def trunk_phase(run: Run, begun: float = 0.0) -> None:
     saver = Saver(run, "trunk", clock)
     model.train()
 
+    names = [name for name, _ in model.named_parameters()]
+
     def step(ids: Tensor) -> tuple[Tensor, Tensor]:
         for group in optimizer.param_groups:
             group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock)
         optimizer.zero_grad(set_to_none=True)
-        with seen_as_stored(model, trunk_names(model), clock.fraction() >= 1 - s.rounded_ratio):
-            weighted, plain = trunk_loss(run, ids)
-            weighted.backward()
+        with seen_as_stored(model, names, clock.fraction() >= 1 - s.rounded_ratio):
+            loss, plain, mtp = trunk_loss(run, ids)
+            loss.backward()
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
-        balance(moe for moe in model.moes() if moe is not model.mtp.mlp)
-        return weighted.detach(), plain
+        balance(model.moes())
+        return plain, mtp
 
     for source in (run.short, run.long):  # compile both row lengths before the clock runs
         for _ in range(WARM_STEPS):
-            weighted, _ = step(source.next())
-        run.say(f"trunk warm-up: loss {weighted.item():.3f}")
+            plain, _ = step(source.next())
+        run.say(f"trunk warm-up: loss {plain.item():.3f}")
     run.synchronize()
     run.say(f"trunk starts, {clock.remaining():.0f} s; memory {run.memory_gib():.1f} GiB")
     clock.start()
@@ -232,14 +234,14 @@ def trunk_phase(run: Run, begun: float = 0.0) -> None:
     while clock.fraction() < 1:
         is_long = clock.fraction() >= 1 - s.long_ratio and steps % 2 == 0
         ids = (run.long if is_long else run.short).next()
-        weighted, plain = step(ids)
+        plain, mtp = step(ids)
         steps, long_steps = steps + 1, long_steps + is_long
         tokens += ids.shape[0] * (ids.shape[1] - 2)
         if steps % LOGGED_STEPS == 0 or steps == 1:
-            loss = (round(weighted.item(), 4), round(plain.item(), 4))
-            curve.append({"step": steps, "tokens": tokens, "weighted": loss[0], "loss": loss[1]})
+            loss = (round(plain.item(), 4), round(mtp.item(), 4))
+            curve.append({"step": steps, "tokens": tokens, "loss": loss[0], "mtp_loss": loss[1]})
             run.say(
-                f"trunk step {steps} loss {loss[1]} weighted {loss[0]} {tokens / 1e6:.1f} M tokens "
+                f"trunk step {steps} loss {loss[0]} mtp {loss[1]} {tokens / 1e6:.1f} M tokens "
                 f"{tokens / clock.elapsed():.0f}/s long {long_steps} eta {clock.remaining():.0f} s"
             )
         saver.maybe()

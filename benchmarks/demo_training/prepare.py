@@ -102,9 +102,11 @@ def notices(unpacked: Path) -> dict[str, str]:
 def prepare(unpacked: Path, pack: Path, tokenizer: Path | None = None) -> None:
     """Write glosses, documentation, prose, licence texts and the tokenizer into ``pack``.
 
-    Args: unpacked: folder with the unpacked Debian packages. pack: folder to write. tokenizer: a
-        ``tokenizer.json`` to keep, so that an edition's token ids stay those of the one before;
-        None = train one.
+    Args:
+        unpacked: folder with the unpacked Debian packages.
+        pack: folder to write.
+        tokenizer: a ``tokenizer.json`` to keep, so that an edition's token ids stay those of the
+            one before; None = train one.
     """
     pack.mkdir(parents=True, exist_ok=True)
     words = glosses(unpacked / "usr/share/wordnet")

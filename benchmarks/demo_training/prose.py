@@ -77,9 +77,8 @@ class _Text(HTMLParser):
 
 
 def page_text(html: str) -> str:
-    """Visible text of a page from its first paragraph's title on, with ASCII quotes and dashes
-    and at
-    most one empty line between blocks.
+    """Visible text of a page from its first paragraph's title on, with ASCII quotes and dashes and
+    at most one empty line between blocks.
     """
     parser = _Text()
     parser.feed(html)

@@ -18,19 +18,21 @@ class Settings:
         pack: folder written by ``prepare``.
         out: folder for shards, log, report, held-out rows and evaluation figures.
         pool: shared-memory folder for rows on their way to the GPU; emptied at start and end.
-        trunk_s: the target part.
+        trunk_s: the target part, the MTP layer beside it.
         long_ratio: last part of the trunk's time, where every second batch has rows of 4,096
             tokens.
         rounded_ratio: last part of the time of trunk and drafter, where products see the weights
             as they will be stored (NVFP4 and FP8), straight-through.
         index_s: index scorers alone, on rows of 4,096 tokens, in each of the two runs.
         sample_s: text drawn from the finished trunk, for the drafter to train on.
-        drafter_s: MTP layer alone, unrolled.
+        drafter_s: MTP layer alone, unrolled on the finished trunk.
         rows: rows of 1,024 tokens a trunk step; long steps keep the number of tokens.
         mtp_rows: rows a step of the drafter run.
         sample_rows: rows drawn from the trunk at a time.
         learning_rate: peak of the trunk run.
         mtp_learning_rate: peak of the drafter run.
+        mtp_weight: weight of the MTP layer's loss while the trunk trains, so that the trunk's
+            states come to carry what a drafter needs.
         prompt_weight: loss weight of tokens that no assistant writes: prompts, tools, results.
         workers: producer processes; a quarter of them, at least one, make long rows.
         files: source files that each producer reads.
@@ -55,6 +57,7 @@ class Settings:
     sample_rows: int = 2048
     learning_rate: float = 2e-3
     mtp_learning_rate: float = 1.5e-3
+    mtp_weight: float = 0.3
     prompt_weight: float = 0.25
     workers: int = 13
     files: int = 900
@@ -65,6 +68,10 @@ class Settings:
     save_s: float = 90.0
 
     def __post_init__(self) -> None:
+        if self.sample_s <= 0:
+            raise ValueError(
+                f"sample_s is {self.sample_s}; give the drafter some of the trunk's text"
+            )
         if self.rows % self.mtp_rows or self.workers < 2:
             raise ValueError(
                 f"rows {self.rows} must be a multiple of mtp_rows {self.mtp_rows}, and workers "

@@ -27,23 +27,24 @@ def stored_format(name: str, tensor: Tensor) -> WeightFormat:
     return WeightFormat.NVFP4_MODELOPT if ".experts." in name else WeightFormat.FP8_BLOCK
 
 
-def round_parameter(name: str, parameter: Tensor, experts: int) -> None:
-    """Round one parameter of the training model in place; every stacked expert keeps a scale of its
-    own.
-    """
-    if ".experts_" not in name:
-        parameter.copy_(rounded(parameter, stored_format(name, parameter)))
-        return
-    for expert in parameter if parameter.dim() == 3 else parameter.unflatten(0, (experts, -1)):
-        expert.copy_(rounded(expert, WeightFormat.NVFP4_MODELOPT))
+def _form(name: str, parameter: Tensor) -> WeightFormat:
+    stacked = ".experts_" in name
+    return WeightFormat.NVFP4_MODELOPT if stacked else stored_format(name, parameter)
 
 
 @torch.no_grad()
 def round_in_place(model: DemoModel, names: list[str]) -> None:
-    """Make the named parameters what they will read back as."""
+    """Make the named parameters what they will read back as.
+
+    Stacked experts are rounded as one matrix, with one global scale: a power of two, it moves no
+    value, so that each expert reads back the same with a scale of its own.
+    """
     parameters = dict(model.named_parameters())
     for name in names:
-        round_parameter(name, parameters[name], model.config["n_routed_experts"])
+        parameter = parameters[name]
+        form = _form(name, parameter)
+        if form is not WeightFormat.PLAIN:
+            parameter.copy_(rounded(parameter.flatten(0, -2), form).view_as(parameter))
 
 
 @contextmanager

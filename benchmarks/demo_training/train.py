@@ -1,12 +1,12 @@
 """Trains one part of the demo checkpoint on one GPU: ``python -m benchmarks.demo_training.train
 {trunk,drafter} PACK OUT [options]``.
 
-``trunk`` trains the target and its index scorers, ``drafter`` draws text from that target and
-trains the MTP layer and its scorer on it; each is a process of its own, within ten minutes, and
-leaves shards of at most 14 MiB in OUT (``assemble`` joins them) beside its log and report. A part
-that was broken off goes on from its shards when it is started again with ``--resume FOLDER`` (a
-copy of that OUT). On a host without a GPU the same code runs in float32, for tests of the
-pipeline.
+``trunk`` trains the target, the MTP layer beside it, and the target's index scorers; ``drafter``
+draws text from that target and trains the MTP layer on, unrolled, and its scorer. Each is a process
+of its own, within ten minutes, and leaves shards of at most 14 MiB in OUT (``assemble`` joins them)
+beside its log and report. A part that was broken off goes on from its shards when it is started
+again with ``--resume FOLDER`` (a copy of that OUT). On a host without a GPU the same code runs in
+float32, for tests of the pipeline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -49,10 +49,15 @@ SAMPLED_PREFIXES = (48, 96, 192, 384)
 """Corpus tokens in front of text that the trunk writes."""
 
 
-def export(model: DemoModel, folder: Path, part: str) -> None:
-    """Write the published tensors of one part as ``PART-0.safetensors``, ..., each within
+def export(model: DemoModel, folder: Path, parts: Sequence[str]) -> None:
+    """Write the published tensors of each part as ``PART-0.safetensors``, ..., each within
     ``SHARD_BYTES`` and whole from the moment it has its name.
     """
+    for part in parts:
+        _export(model, folder, part)
+
+
+def _export(model: DemoModel, folder: Path, part: str) -> None:
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for key, tensor in to_published(model).items():
@@ -103,9 +108,8 @@ def machine() -> dict[str, Any]:
 
 
 def write_corpus_report(settings: Settings) -> None:
-    """Write ``corpus.json``, what one producer of this run read (every producer reads another
-    random
-    choice of files); runs in its own process beside the training.
+    """Write ``corpus.json``: what one producer of this run read; every producer reads another
+    choice of files. Runs in its own process beside the training.
     """
     corpus = load_corpus(
         settings.pack, "train", max_files=settings.files, seed=settings.seed * 1000 + 999
@@ -173,7 +177,9 @@ def _run(part: str, settings: Settings, say: Callable[[str], None]) -> Run:
     model = DemoModel(text_config(), kernels).to(device)
     short = Batches(settings, "short", settings.rows, device)
     long = Batches(settings, "long", settings.long_rows, device)
-    run = Run(settings, model, device, short, long, say, partial(export, model, settings.out, part))
+    run = Run(
+        settings, model, device, short, long, say, partial(export, model, settings.out, PARTS)
+    )
     total, mtp = (sum(p.numel() for p in m.parameters()) for m in (model, model.mtp))
     run.report["parameters"] = {"total": total, "target": total - mtp, "mtp": mtp}
     return run
@@ -191,7 +197,7 @@ def _begun(part: str, resume: Path | None) -> float:
 def _trunk(run: Run, resume: Path | None) -> None:
     begun = _begun("trunk", resume)
     if resume and begun:
-        from_published(run.model, load_shards(resume, "trunk"), drafter=False)
+        from_published(run.model, load_shards(resume, "trunk") | load_shards(resume, "drafter"))
         run.say(f"trunk resumed at {begun:.2f}")
     if begun < 1:
         trunk_phase(run, begun)
@@ -203,18 +209,14 @@ def _trunk(run: Run, resume: Path | None) -> None:
 
 
 def _drafter(run: Run, resume: Path | None) -> None:
-    model = run.model
-    from_published(model, load_shards(run.settings.out, "trunk"), drafter=False)
-    round_in_place(model, trunk_names(model))
+    model, out = run.model, run.settings.out
     begun = _begun("drafter", resume)
-    if resume and begun:
-        from_published(
-            model, load_shards(run.settings.out, "trunk") | load_shards(resume, "drafter")
-        )
-        run.say(f"drafter resumed at {begun:.2f}")
-    sampled = sampled_rows(run)
+    source = resume if resume and begun else out
+    from_published(model, load_shards(out, "trunk") | load_shards(source, "drafter"))
+    run.say(f"drafter begins at {begun:.2f}")
+    round_in_place(model, trunk_names(model))
     if begun < 1:
-        drafter_phase(run, sampled, begun)
+        drafter_phase(run, sampled_rows(run), begun)
     names = [f"mtp.{name}" for name, _ in model.mtp.named_parameters()]
     round_in_place(model, names)
     index_phase(run, [model.mtp.self_attn], [n for n in names if ".indexer." in n])
@@ -223,18 +225,15 @@ def _drafter(run: Run, resume: Path | None) -> None:
 
 def sampled_rows(run: Run) -> Tensor:
     """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at the
-    default
-    sampling, as many as ``sample_s`` allows.
+    default sampling, as many as ``sample_s`` allows.
     """
-    parts = [torch.zeros(0, SHORT_ROW + 2, dtype=torch.int32, device=run.device)]
-    if run.settings.sample_s <= 0:
-        return parts[0]
     plain = DemoModel(run.model.config).to(run.device)
     plain.load_state_dict(run.model.state_dict())
     sampling = Sampling(1.0, 0.95, MTP_DEPTH, SHORT_ROW, frozenset())
     clock = Clock(run.settings.sample_s)
     waiting = run.short.next()  # the producers read their texts first
     clock.start()
+    parts = [torch.zeros(0, SHORT_ROW + 2, dtype=torch.int32, device=run.device)]
     own = 0
     while clock.fraction() < 1:
         given = SAMPLED_PREFIXES[(len(parts) - 1) % len(SAMPLED_PREFIXES)]

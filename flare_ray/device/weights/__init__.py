@@ -8,5 +8,6 @@ Stages, each a module, each usable alone:
     manifest      every listed tensor against the folder, by family; extras named (contract: R5)
     loader        slices for one rank, dequantised or as packed parts
     budget        bytes per rank from shapes alone
+    quantiser     the way back: plain matrices as NVFP4 and block FP8, for tools
 No family is known here: names, shapes and families come from `TensorSpec` lists.
 """
