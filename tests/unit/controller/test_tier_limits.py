@@ -1,17 +1,27 @@
-"""What a lower tier refuses at the start, and what damage at run time costs (contract: M7)."""
+"""What a lower tier refuses at the start, and which files it takes over (contract: M7)."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from flare_ray.config import PrefixCacheConfig
+from flare_ray.contracts.tiers import manifest_path, part_path
 from flare_ray.controller.cache import _check_room
-from flare_ray.controller.paging.disk import DiskDirectory
+from flare_ray.controller.paging.chain import TokenChain
+from flare_ray.controller.paging.disk import (
+    FORMAT_VERSION,
+    DiskDirectory,
+    DiskManifest,
+    PartFile,
+    sealed,
+)
 from flare_ray.controller.paging.tiers import HEADER_ALLOWANCE
 from flare_ray.errors import ConfigError
 
@@ -85,3 +95,78 @@ def test_path_that_is_a_file_is_refused_by_name(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="disk_path"):
         DiskDirectory.open(str(tmp_path / "file"), LABEL, 1)
+
+
+RANKS = 2
+PART = b"state of a rank"
+TOKENS = tuple(range(70))
+
+
+def manifest() -> DiskManifest:
+    chain = TokenChain(TOKENS, "")
+    return DiskManifest(
+        version=FORMAT_VERSION,
+        label=LABEL,
+        tokens=len(TOKENS),
+        digests=tuple(chain.digest(page).hex() for page in range(2)),
+        tail=TOKENS[64:],
+        parts=(PartFile(len(PART), "c" * 64),) * RANKS,
+    )
+
+
+def leave(folder: Path, content: bytes, number: int = 0) -> str:
+    """Files of a snapshot as an engine of two ranks would leave them; their stem."""
+    folder.mkdir(exist_ok=True)
+    stem = str(folder / f"{number:040x}")
+    for rank in range(RANKS):
+        Path(part_path(stem, rank)).write_bytes(PART)
+    Path(manifest_path(stem)).write_bytes(content)
+    return stem
+
+
+def test_whole_snapshot_is_taken_over(tmp_path):
+    stem = leave(tmp_path / "engine-0", sealed(manifest()))
+    directory = DiskDirectory.open(str(tmp_path), LABEL, RANKS)
+    [found] = directory.found
+    assert (found.stem, found.tokens, directory.rejected) == (stem, 70, 0)
+    assert TokenChain((*TOKENS, 1), "").holds(found.trace.key(70), 70)
+    directory.close()
+
+
+def changed(**fields: object) -> bytes:
+    return sealed(msgspec.structs.replace(manifest(), **fields))
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (changed(version=FORMAT_VERSION + 1), "version"),
+        (changed(label="b" * 64), "belongs to another"),
+        (changed(parts=(PartFile(len(PART), "c"),)), "1 ranks wrote it"),
+        (changed(parts=(PartFile(len(PART) + 1, "c"),) * RANKS), "bytes of"),
+        (changed(tokens=71), "do not fit"),
+        (sealed(manifest()).replace(LABEL.encode(), b"b" * 64), "checksum"),
+        (sealed(manifest())[:-9], "truncated|Expected|malformed"),
+        (b"", "truncated|malformed"),
+    ],
+)
+def test_foreign_or_damaged_manifest_is_reported_once_and_goes_with_its_parts(
+    tmp_path, caplog, content, reason
+):
+    folder = tmp_path / "engine-0"
+    leave(folder, content)
+    whole = leave(folder, sealed(manifest()), 1)
+    (folder / "notes.txt").touch()
+    with caplog.at_level(logging.WARNING):
+        directory = DiskDirectory.open(str(tmp_path), LABEL, RANKS)
+    directory.close()
+    assert [found.stem for found in directory.found] == [whole] and directory.rejected == 1
+    [message] = caplog.messages
+    assert any(word in message for word in reason.split("|")), message
+    parts = [Path(part_path(whole, rank)).name for rank in range(RANKS)]
+    kept = {"lock", "notes.txt", Path(manifest_path(whole)).name, *parts}
+    assert {path.name for path in folder.iterdir()} == kept
+    caplog.clear()
+    again = DiskDirectory.open(str(tmp_path), LABEL, RANKS)
+    again.close()
+    assert again.rejected == 0 and not caplog.messages
