@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from benchmarks.demo_training.assemble import assemble
 from benchmarks.demo_training.card import upstream_licence
 from benchmarks.demo_training.generators.edits import scrambled
 from benchmarks.demo_training.measure import judge
@@ -13,8 +14,13 @@ from benchmarks.demo_training.phases import token_weights
 from benchmarks.demo_training.prose import page_text
 from benchmarks.demo_training.shape import MARKERS, text_config
 from benchmarks.demo_training.storage import round_in_place, seen_as_stored, stored_format
+from benchmarks.demo_training.train import PARTS, export
+from flare_ray.config import EngineConfig
+from flare_ray.device.prepare import make_plan
 from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.manifest import open_validated
 from flare_ray.device.weights.quantiser import dequantise_tensors, quantise_tensors
+from flare_ray.recipes.declaration import resolve
 
 FUNCTION = (
     "def scale(values, factor):\n    result = []\n    result.append(factor)\n    return result"
@@ -97,3 +103,18 @@ def test_edits_are_judged_by_length():
     short, long = item(12), item(13)
     assert judge(short, "</think>" + short["expected"]["content"])["exact_short"]
     assert judge(long, "</think>no") == {"exact": False, "exact_long": False}
+
+
+def test_assembled_folder_is_what_the_recipe_lists(model, tmp_path):
+    run, pack, folder = (tmp_path / name for name in ("run", "pack", "checkpoint"))
+    run.mkdir()
+    pack.mkdir()
+    (pack / "tokenizer.json").write_text("{}")
+    export(model, run, PARTS)
+    assemble(run, pack, folder)
+    config = EngineConfig(checkpoint=str(folder), device="cpu", dtype="float32", context_tokens=256)
+    plan = make_plan(config)
+    _, validated = open_validated(folder, resolve(plan.recipe.manifest)(plan.geometry))
+    formats = validated.formats()
+    assert formats[WeightFormat.NVFP4_MODELOPT] == 3 * 8 * 3
+    assert formats[WeightFormat.FP8_BLOCK] > 70
