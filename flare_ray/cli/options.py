@@ -62,7 +62,9 @@ SETTINGS: dict[str, str] = {
     "decision_log": "speculation.decision_log",
     "history_drafts": "speculation.history_drafts",
     "max_waiting": "admission.max_waiting",
+    "max_waiting_tokens": "admission.max_waiting_tokens",
     "retry_after": "admission.retry_after_s",
+    "max_retry_after": "admission.max_retry_after_s",
     "max_prompt_tokens": "admission.max_prompt_tokens",
     "preemption": "admission.preemption",
 }
@@ -216,7 +218,9 @@ class EngineOptions:
         _setting("history_drafts", flags="--history-drafts/--no-history-drafts"),
     ] = None
     max_waiting: Annotated[int | None, _setting("max_waiting")] = None
+    max_waiting_tokens: Annotated[int | None, _setting("max_waiting_tokens")] = None
     retry_after: Annotated[float | None, _setting("retry_after")] = None
+    max_retry_after: Annotated[float | None, _setting("max_retry_after")] = None
     max_prompt_tokens: Annotated[int | None, _setting("max_prompt_tokens")] = None
     preemption: Annotated[
         bool | None, _setting("preemption", flags="--preemption/--no-preemption")

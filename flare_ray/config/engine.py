@@ -85,8 +85,20 @@ class AdmissionConfig(BaseModel, frozen=True, extra="forbid"):
     max_waiting: int = Field(
         64, ge=0, description="Requests that may wait for a slot; one more is answered 429."
     )
+    max_waiting_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens, prompts and max_tokens, of the requests that may wait for a slot; one "
+        "more request is answered 429 unless it would wait alone; None = any number.",
+    )
     retry_after_s: float = Field(
-        2.0, gt=0, description="Seconds in the Retry-After header of an overload answer."
+        2.0,
+        gt=0,
+        description="Least seconds in the Retry-After header of an overload answer; what is told "
+        "follows from how fast the queue drains.",
+    )
+    max_retry_after_s: float = Field(
+        60.0, gt=0, description="Most seconds in the Retry-After header of an overload answer."
     )
     max_prompt_tokens: int | None = Field(
         None, ge=1, description="Longest prompt accepted; None = context_tokens - 1."
@@ -97,6 +109,15 @@ class AdmissionConfig(BaseModel, frozen=True, extra="forbid"):
         "priority when pages run out; off = a request waits until all pages that it could ever "
         "need are free, and is never interrupted.",
     )
+
+    @model_validator(mode="after")
+    def _retry_bounds_in_order(self) -> AdmissionConfig:
+        if self.max_retry_after_s < self.retry_after_s:
+            raise ValueError(
+                f"max_retry_after_s {self.max_retry_after_s:g} is below retry_after_s "
+                f"{self.retry_after_s:g}; raise the former or lower the latter"
+            )
+        return self
 
 
 class PrefixCacheConfig(BaseModel, frozen=True, extra="forbid"):

@@ -5,7 +5,8 @@ Order: lower `priority` first, arrival order among equals. The head of the queue
 is free and the pool can promise the pages of its prompt, while every running request, itself
 included, could still grow by GROWTH_PAGES; nobody overtakes it, so a long request is never starved
 by short ones. A request that was accepted into the queue keeps its place, also when it is preempted
-and comes back. Without preemption the pool must promise its worst case instead.
+and comes back. Without preemption the pool must promise its worst case instead. The queue is
+bounded in requests and in tokens; who finds it full is told when a place is expected to be free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import PagePool, pages_for
 from flare_ray.controller.paging.snapshots import Snapshots
@@ -37,7 +39,7 @@ class AdmissionLimits:
         max_prompt_tokens: longest prompt.
         vocab_size: token ids lie below it.
         max_waiting: requests that may wait.
-        retry_after_s: told to a refused client.
+        max_waiting_tokens: tokens, prompts and budgets, of those that may wait; None = any number.
         slack_tokens: positions that a second queued round may touch beyond the last one that can
             be committed (contract: M1).
         preempts: pages are promised as requests grow; else all of them at admission.
@@ -48,8 +50,8 @@ class AdmissionLimits:
     max_prompt_tokens: int
     vocab_size: int
     max_waiting: int
-    retry_after_s: float
     slack_tokens: int
+    max_waiting_tokens: int | None = None
     preempts: bool = True
     copies: bool = True
 
@@ -125,6 +127,11 @@ class AdmissionLimits:
             )
 
 
+def _tokens(live: LiveRequest) -> int:
+    """Prompt and budget."""
+    return len(live.request.prompt_tokens) + live.request.max_tokens
+
+
 class SlotTable:
     """Free slots and the generation of each (contract: T6)."""
 
@@ -166,12 +173,19 @@ class Admission:
     """
 
     def __init__(
-        self, limits: AdmissionLimits, pool: PagePool, slots: int, snapshots: Snapshots
+        self,
+        limits: AdmissionLimits,
+        pool: PagePool,
+        slots: int,
+        snapshots: Snapshots,
+        *,
+        drain: DrainRate,
     ) -> None:
         self.limits = limits
         self.snapshots = snapshots
         self.pool = pool
         self.slots = SlotTable(slots)
+        self._drain = drain
         self.waiting: list[LiveRequest] = []
         self.running: dict[int, LiveRequest] = {}
         self.holders: dict[int, LiveRequest] = {}
@@ -192,14 +206,28 @@ class Admission:
         self.limits.check(live.request, self.pool.total_pages)
         live.limit_pages = self.limits.worst_case_pages(live.request)
         self._queue(live)
-        if len(self.waiting) <= self.limits.max_waiting or self._would_run_now(live):
+        requests, tokens = self._excess()
+        if (requests <= 0 and tokens <= 0) or self._would_run_now(live):
             return
         self.waiting.remove(live)
+        wait_s = self._drain.refuse(max(requests, 0), max(tokens, 0))
+        limit = f"{self.limits.max_waiting} requests"
+        if requests <= 0:
+            limit = f"{self.limits.max_waiting_tokens} tokens"
+        waiting = sum(map(_tokens, self.waiting))
         raise Overloaded(
-            f"{len(self.waiting)} requests are waiting, at most {self.limits.max_waiting} may; "
-            f"retry in {self.limits.retry_after_s:g} s",
-            retry_after_s=self.limits.retry_after_s,
+            f"{len(self.waiting)} requests of {waiting} tokens are waiting, at most {limit} may; "
+            f"retry in {wait_s:.3g} s",
+            retry_after_s=wait_s,
         )
+
+    def _excess(self) -> tuple[int, int]:
+        """Requests and tokens in the queue beyond its bounds; 0 or less = none. A request alone in
+        the queue is never too large for it."""
+        tokens, most = 0, self.limits.max_waiting_tokens
+        if most is not None and len(self.waiting) > 1:
+            tokens = sum(map(_tokens, self.waiting)) - most
+        return len(self.waiting) - self.limits.max_waiting, tokens
 
     def _would_run_now(self, live: LiveRequest) -> bool:
         """Whether everybody in the queue through `live` finds a slot and pages."""
@@ -230,6 +258,7 @@ class Admission:
             if not self._reserve(live):
                 break
             del self.waiting[place]
+            self._drain.left(_tokens(live))
             live.slot, live.epoch = self.slots.take()
             live.phase = Phase.PREFILL
             self.running[live.uid] = live
@@ -311,6 +340,8 @@ class Admission:
         live.slot = -1
 
     def _queue(self, live: LiveRequest) -> None:
+        if not self.waiting:
+            self._drain.filled()
         bisect.insort(self.waiting, live, key=lambda other: other.order)
 
     def check_integrity(self) -> None:

@@ -30,6 +30,7 @@ from flare_ray.controller.admission import Admission
 from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.cohort import Planner, SubmittedRound
+from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.grammar.gate import GrammarGate, Outcome
 from flare_ray.controller.grammar.masks import MaskWriter
 from flare_ray.controller.grammar.matcher import GrammarService
@@ -137,7 +138,13 @@ class Controller:
             self._pool.freed = FreedSince()
         self.cache = PrefixCache(manifest, config, self._pool, channel, clock=recorder.clock)
         self._snapshots = self.cache.snapshots
-        self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots)
+        self._retry_after_s = config.admission.retry_after_s
+        drain = DrainRate(
+            recorder.clock,
+            least_s=self._retry_after_s,
+            most_s=config.admission.max_retry_after_s,
+        )
+        self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots, drain=drain)
         self._policy = verification_policy(manifest, config, catalog.max_width)
         self._masks = MaskWriter()
         rules = plan_rules(manifest, config)
@@ -149,7 +156,7 @@ class Controller:
         self._harvester = Harvester(self._publisher, self._policy, self._meters, self._snapshots)
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
-        self._gate = GrammarGate(most=limits.max_waiting, retry_after_s=limits.retry_after_s)
+        self._gate = GrammarGate(most=limits.max_waiting, retry_after_s=self._retry_after_s)
         self._intake = Intake(
             self._requests,
             IntakePorts(self._admission, self._publisher, self._gate),
@@ -199,7 +206,7 @@ class Controller:
             if self._stopping:
                 raise Overloaded(
                     "the engine is shutting down; retry on another replica",
-                    retry_after_s=self._admission.limits.retry_after_s,
+                    retry_after_s=self._retry_after_s,
                     status=UNAVAILABLE,
                 )
             if request.request_id in self._live_ids:

@@ -54,7 +54,7 @@ def admission_limits(
         max_prompt_tokens=max_prompt_tokens,
         vocab_size=manifest.vocab_size,
         max_waiting=config.admission.max_waiting,
-        retry_after_s=config.admission.retry_after_s,
+        max_waiting_tokens=config.admission.max_waiting_tokens,
         preempts=config.admission.preemption,
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
         copies=manifest.copy_inputs and max_width > 1,

@@ -1,12 +1,21 @@
 """Requests that end otherwise than well: refusals, cancellation, deadlines, failures."""
 
+import itertools
+
 import pytest
 
 from flare_ray.contracts.messages import Failed, Finished
 from flare_ray.contracts.record import Status
+from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.verification.adaptive import AdaptivePolicy
 from flare_ray.errors import InvalidRequest, RankFailure
-from tests.support.fake_channel import accepts_up_to, listed_script, make_manifest
+from tests.support.fake_channel import (
+    VirtualClock,
+    accepts_up_to,
+    hashed_accepts,
+    listed_script,
+    make_manifest,
+)
 from tests.unit.controller.conftest import first_item
 
 EOS = 0
@@ -93,6 +102,81 @@ def test_queue_beyond_its_bound_is_refused_with_retry_after(make_harness):
     assert (failure.code, failure.status, failure.retry_after_s) == ("overloaded", 429, 3.0)
     harness.run_until_idle()
     assert harness.tokens("r5") == harness.expected((5,), 5)
+
+
+def test_queue_is_bounded_in_tokens_too(make_harness):
+    """Six tokens a request: four requests run, two may wait."""
+    harness = make_harness(admission={"max_waiting_tokens": 12})
+    for number in range(8):
+        harness.submit(f"r{number}", (number,), max_tokens=5)
+    harness.step()
+    refused = [n for n in range(8) if isinstance(first_item(harness, f"r{n}"), Failed)]
+    assert refused == [6, 7]
+    assert "at most 12 tokens" in first_item(harness, "r7").message
+    harness.run_until_idle()
+    harness.assert_all_free()
+
+
+def test_request_larger_than_the_token_bound_waits_alone(make_harness):
+    harness = make_harness(manifest=make_manifest(slots=1), admission={"max_waiting_tokens": 2})
+    harness.submit("running", (1,), max_tokens=5)
+    harness.step()
+    harness.submit("alone", (2,), max_tokens=5)
+    harness.submit("second", (3,), max_tokens=5)
+    harness.run_until_idle()
+    assert harness.tokens("alone") == harness.expected((2,), 5)
+    assert harness.end("second").code == "overloaded"
+
+
+def test_retry_after_is_the_time_until_the_queue_has_a_place(make_harness):
+    """One slot, equal requests, the queue kept full: each refused client is told its own turn."""
+    harness = make_harness(
+        manifest=make_manifest(slots=1),
+        accepts=hashed_accepts(0.0),
+        admission={"max_waiting": 3, "retry_after_s": 0.001},
+    )
+    admission, names = harness.controller._admission, map(str, itertools.count())
+
+    def fill_and_wait_for_a_place():
+        while len(admission.waiting) < 3:
+            harness.submit(next(names), max_tokens=20)
+            harness.step()
+        began = harness.clock()
+        while len(admission.waiting) == 3:
+            harness.step()
+        return (harness.clock() - began) / 1e9
+
+    waits = [fill_and_wait_for_a_place() for _ in range(10)]
+    harness.submit(next(names), max_tokens=20)
+    told = []
+    for number in range(3):
+        harness.submit(f"refused{number}", max_tokens=20)
+        harness.step()
+        told.append(harness.end(f"refused{number}").retry_after_s)
+    usual_s = sum(waits[-5:]) / 5
+    assert told == pytest.approx([usual_s, 2 * usual_s, 3 * usual_s], rel=0.3)
+    harness.run_until_idle()
+
+
+def test_queue_that_stands_still_promises_nothing_soon():
+    clock = VirtualClock()
+    drain = DrainRate(clock, least_s=1.0, most_s=60.0)
+    drain.filled()
+    assert drain.refuse(1, 0) == 1.0
+    clock.advance(20.0)
+    assert drain.refuse(1, 0) == pytest.approx(20.0)
+    clock.advance(1000.0)
+    assert drain.refuse(1, 0) == 60.0
+
+
+def test_tokens_over_the_bound_are_waited_for_at_the_rate_of_tokens():
+    clock = VirtualClock()
+    drain = DrainRate(clock, least_s=0.5, most_s=60.0)
+    drain.filled()
+    for _ in range(4):
+        clock.advance(1.0)
+        drain.left(100)
+    assert drain.refuse(0, 500) == pytest.approx(5.0)
 
 
 def test_without_a_queue_requests_run_while_slots_last(make_harness):
