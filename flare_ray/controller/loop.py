@@ -30,7 +30,6 @@ from flare_ray.controller.admission import Admission
 from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.catalog import serve_selection
 from flare_ray.controller.cohort import Planner, SubmittedRound
-from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.grammar.gate import GrammarGate, Outcome
 from flare_ray.controller.grammar.masks import MaskWriter
 from flare_ray.controller.grammar.matcher import GrammarService
@@ -45,6 +44,7 @@ from flare_ray.controller.paging.pool import PagePool
 from flare_ray.controller.parts import (
     admission_limits,
     check_settings,
+    drain_rate,
     plan_rules,
     verification_policy,
 )
@@ -139,11 +139,7 @@ class Controller:
         self.cache = PrefixCache(manifest, config, self._pool, channel, clock=recorder.clock)
         self._snapshots = self.cache.snapshots
         self._retry_after_s = config.admission.retry_after_s
-        drain = DrainRate(
-            recorder.clock,
-            least_s=self._retry_after_s,
-            most_s=config.admission.max_retry_after_s,
-        )
+        drain = drain_rate(config, recorder.clock)
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots, drain=drain)
         self._policy = verification_policy(manifest, config, catalog.max_width)
         self._masks = MaskWriter()

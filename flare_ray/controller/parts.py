@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flare_ray.config import EngineConfig
@@ -10,6 +10,7 @@ from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.controller.admission import AdmissionLimits
 from flare_ray.controller.cohort import PlanRules
+from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.verification import (
     LoggedPolicy,
     Opened,
@@ -59,6 +60,12 @@ def admission_limits(
         slack_tokens=(config.queue_depth - 1) * (max_width - 1),
         copies=manifest.copy_inputs and max_width > 1,
     )
+
+
+def drain_rate(config: EngineConfig, clock: Callable[[], int]) -> DrainRate:
+    """What refused clients are told; `clock` in nanoseconds."""
+    bounds = config.admission
+    return DrainRate(clock, least_s=bounds.retry_after_s, most_s=bounds.max_retry_after_s)
 
 
 def verification_policy(
