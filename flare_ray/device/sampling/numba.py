@@ -1,6 +1,7 @@
 """Uniforms, filters and position-keyed draws on CPU.
 
-The nucleus takes one pass over a row's probabilities per digit, and one to apply it.
+The nucleus is looked for among a row's few large probabilities, one pass over them per digit; only
+where they hold less than top-p asks for, over the whole row.
 
 A draw makes noise only where it can matter. A token of probability zero needs none, and of the
 others only those that could beat the best so far need its logarithm: -log u > 1 - u, so p / (1 - u)
@@ -13,32 +14,81 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flare_ray.device.ops.numba import float_rows, inner_ordered, kernel, matrix, vector
+from flare_ray.device.ops.numba import float_rows, inner, inner_ordered, kernel, matrix, vector
 
 _DIGIT_BITS = 10
 _BINS = 1 << _DIGIT_BITS
 _SCALE = 2.0**-32
 _GROUP = 16
 """Philox blocks made at once: several vectors of 64-bit lanes."""
+_LARGE = int(np.float32(2.0**-13).view(np.int32))
+"""Bits of the smallest probability that counts as large; a distribution has at most 8,192."""
+_CHUNK = 64
+
+
+@inner
+def _sum(value):
+    total = 0.0
+    for i in range(value.shape[0]):
+        total += value[i]
+    return total
 
 
 @inner_ordered
-def _boundary(value, bit, mass, top_p):
-    """(bit pattern of the smallest kept probability, mass above it, goal)."""
-    goal, above, prefix = 0.0, 0.0, 0
+def _large_places(bit, place):
+    """Write the places of large probabilities, ascending; how many."""
+    count = 0
+    for start in range(0, bit.shape[0], _CHUNK):
+        end = min(start + _CHUNK, bit.shape[0])
+        highest = np.int32(0)
+        for i in range(start, end):
+            highest = max(highest, bit[i])
+        if highest < _LARGE:
+            continue
+        for i in range(start, end):
+            if bit[i] >= _LARGE:
+                place[count] = i
+                count += 1
+    return count
+
+
+@inner_ordered
+def _boundary(value, bit, mass, goal):
+    """(bit pattern of the smallest kept probability, mass above it)."""
+    above, prefix = 0.0, 0
     for shift in (2 * _DIGIT_BITS, _DIGIT_BITS, 0):
         mass[:] = 0.0
         for i in range(value.shape[0]):
             if bit[i] >> (shift + _DIGIT_BITS) == prefix:
                 mass[(bit[i] >> shift) & (_BINS - 1)] += value[i]
-        if shift == 2 * _DIGIT_BITS:
-            goal = np.float64(top_p) * mass.sum()
         digit = _BINS - 1
         while digit > 0 and above + mass[digit] < goal:
             above += mass[digit]
             digit -= 1
         prefix = (prefix << _DIGIT_BITS) | digit
-    return prefix, above, goal
+    return prefix, above
+
+
+@inner_ordered
+def _keep(value, bit, mass, top_p, min_p, goal):
+    """Zero what the filters cut off; the mass that is left. `goal` is the mass to keep."""
+    boundary, above = 0, 0.0
+    if top_p < 1.0:
+        boundary, above = _boundary(value, bit, mass, goal)
+    floor = np.float32(0.0)
+    if min_p > 0.0:
+        floor = min_p * value.max()
+    kept = 0.0
+    for i in range(value.shape[0]):
+        if bit[i] == boundary and boundary > 0:
+            # Equal probabilities enter in order of id until the mass is reached.
+            if above >= goal:
+                value[i] = 0.0
+            above += value[i]
+        if bit[i] < boundary or value[i] < floor:
+            value[i] = 0.0
+        kept += value[i]
+    return kept
 
 
 @kernel("iiiiii", ordered=True)
@@ -47,28 +97,28 @@ def _filter(probs, top_p, min_p, rows, vocabulary, lanes):
     values = matrix(probs, rows, vocabulary, np.float32)
     bits = matrix(probs, rows, vocabulary, np.int32)
     top, low = vector(top_p, lanes, np.float32), vector(min_p, lanes, np.float32)
-    mass = np.empty(_BINS, np.float64)
+    mass, place = np.empty(_BINS, np.float64), np.empty(vocabulary, np.int64)
+    few = np.empty(vocabulary, np.float32)
+    few_bits = few.view(np.int32)
     for row in range(rows):
         lane = row // (rows // lanes)
         value, bit = values[row], bits[row]
-        boundary, above, goal = 0, 0.0, 1.0
+        goal, count, held = 1.0, 0, 0.0
         if top[lane] < 1.0:
-            boundary, above, goal = _boundary(value, bit, mass, top[lane])
-        floor = np.float32(0.0)
-        if low[lane] > 0.0:
-            floor = low[lane] * value.max()
-        kept = 0.0
-        for i in range(vocabulary):
-            if bit[i] == boundary and boundary > 0:
-                # Equal probabilities enter in order of id until the mass is reached.
-                if above >= goal:
-                    value[i] = 0.0
-                above += value[i]
-            if bit[i] < boundary or value[i] < floor:
-                value[i] = 0.0
-            kept += value[i]
-        for i in range(vocabulary):
-            value[i] = np.float32(value[i] / kept)
+            goal = np.float64(top[lane]) * _sum(value)
+            count = _large_places(bit, place)
+            for i in range(count):
+                few[i] = value[place[i]]
+                held += few[i]
+        if count > 0 and held >= goal:
+            kept = _keep(few[:count], few_bits[:count], mass, top[lane], low[lane], goal)
+            value[:] = 0.0
+            for i in range(count):
+                value[place[i]] = np.float32(few[i] / kept)
+        else:
+            kept = _keep(value, bit, mass, top[lane], low[lane], goal)
+            for i in range(vocabulary):
+                value[i] = np.float32(value[i] / kept)
 
 
 def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
