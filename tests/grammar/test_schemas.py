@@ -173,6 +173,11 @@ def test_tools_with_such_references_are_refused_at_once(schema, style):
     assert time.process_time() - started < SOON_S
 
 
+def test_a_grammar_whose_masks_take_long_is_refused(compile_):
+    with pytest.raises(InvalidRequest, match="masks take more than"):
+        compile_("regex", "((([^x]| |.)?|(.)*){0,40}){0,40}")
+
+
 def test_constants_of_other_types_are_not_taken_for_equal(compile_):
     schema = {"allOf": [{"properties": {"a": {"const": value}}} for value in (1, True)]}
     schema = {"type": "object", "required": ["a"], **schema}

@@ -6,7 +6,9 @@ Imported on use, since the library brings torch along. Its compiler is only call
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 _WHERE = re.compile(r"^\[[0-9:]+\] \S+?:\d+: ")
 MAX_REASON_CHARACTERS = 300
+TRIED_TOKENS = 24
+MASK_LIMIT_S = 0.1
+"""Processor time of one mask; those of usual grammars take 10 us to 3 ms at 8,192 tokens."""
 MAX_RECURSION = 2_000
 """Depth of the library's own recursion: nested groups of an EBNF, say."""
 
@@ -54,25 +59,51 @@ def compile_tag(tag: Format, vocabulary: Vocabulary) -> str:
     """A compiled grammar as text.
 
     Raises:
-        InvalidRequest: the library refuses it.
+        InvalidRequest: the library refuses it, or its masks cost too much.
     """
     xgrammar.set_max_recursion_depth(MAX_RECURSION)
     compiler = xgrammar.GrammarCompiler(vocabulary.info, max_threads=1, cache_enabled=False)
     try:
         compiled = compiler.compile_structural_tag(json.dumps(tag))
         text = compiled.serialize_json()
-        # Whether anything can follow at all is only seen by matching.
-        rows = np.zeros((1, mask_words(vocabulary.info.vocab_size)), np.int32)
-        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(rows, 0)
+        first = _try_out(xgrammar.GrammarMatcher(compiled), vocabulary.info.vocab_size)
     except (RuntimeError, ValueError, TypeError) as error:
         reason = _WHERE.sub("", str(error).strip().splitlines()[-1] if str(error) else "refused")
         raise InvalidRequest(
             f"the grammar cannot be compiled: {reason[:MAX_REASON_CHARACTERS]}",
             code="invalid_grammar",
         ) from error
-    if not rows.any():
+    if not first:
         raise InvalidRequest("no token can begin such an output", code="invalid_grammar")
     return text
+
+
+def _try_out(matcher: xgrammar.GrammarMatcher, vocab_size: int) -> bool:
+    """Walk a little way at random; whether any token can begin.
+
+    A grammar with many readings of one text may compile at once and then take seconds a mask, each
+    of which would hold the whole engine.
+
+    Raises:
+        InvalidRequest: a mask took longer than MASK_LIMIT_S.
+    """
+    rows, choose = np.zeros((1, mask_words(vocab_size)), np.int32), random.Random(0).choice
+    for step in range(TRIED_TOKENS):
+        started = time.thread_time()
+        matcher.fill_next_token_bitmask(rows, 0)
+        if time.thread_time() - started > MASK_LIMIT_S:
+            raise InvalidRequest(
+                f"its masks take more than {MASK_LIMIT_S:g} s each; repeat nothing that may be "
+                "empty or that matches the same text in several ways",
+                code="invalid_grammar",
+            )
+        bits = np.unpackbits(rows[0].view(np.uint8), bitorder="little", count=vocab_size)
+        allowed = np.flatnonzero(bits).tolist()
+        if not allowed:
+            return step > 0
+        if not matcher.accept_token(choose(allowed)) or matcher.is_terminated():
+            break
+    return True
 
 
 class Compiled:
