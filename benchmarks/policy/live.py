@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--categories", default=",".join(CATEGORIES))
-    parser.add_argument("--per-category", type=int, default=8)
+    parser.add_argument("--per-category", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=RESULTS, help="Folder of the result.")
     options = parser.parse_args(arguments)

@@ -196,20 +196,16 @@ class CostTable:
         if not self._guesses_hold:
             self._renew_guesses()
         level = self._level
-        prices = []
-        ceiling = math.inf
-        untrusted = False
-        for price in reversed(candidates):
-            cost = price.relative * level
-            if cost > ceiling:
-                cost = ceiling
-            if price.is_trusted:
-                ceiling = cost
+        prices = [price.relative * level for price in candidates]
+        ceiling, trusted = math.inf, True
+        for place in range(len(candidates) - 1, -1, -1):
+            if prices[place] > ceiling:
+                prices[place] = ceiling
+            if candidates[place].is_trusted:
+                ceiling = prices[place]
             else:
-                untrusted = True
-            prices.append(cost)
-        prices.reverse()
-        if untrusted:
+                trusted = False
+        if not trusted:
             _hold_above_narrower(candidates, prices)
         return prices
 

@@ -33,6 +33,8 @@ SURVIVAL_DRIFT = 0.02
 PRICE_DRIFT = 0.003
 """How far, relative, survival at untested depths and an unmeasured price are expected to have
 moved after one round; after n rounds sqrt(n) times as far."""
+_SURVIVAL_VARIANCE = SURVIVAL_DRIFT**2
+_PRICE_VARIANCE = PRICE_DRIFT**2
 WRONG_CHANCE = 0.2
 """Chance that a price is wrong altogether, times its rounds squared: those it rests on may all have
 been disturbed."""
@@ -114,14 +116,17 @@ class Prober:
             other = candidates[place]
             age = now - other.last_round
             # A wider round tests these depths too.
-            ran_wider = min(ran_wider, age)
+            if age < ran_wider:
+                ran_wider = age
             if place == best:
                 continue
             worthy = values[place] * price / value
-            loss = max(prices[place] - worthy, least_ns)
-            variance = known + noise / max(other.weight, 1.0) + PRICE_DRIFT**2 * age
+            loss = prices[place] - worthy
+            if loss < least_ns:
+                loss = least_ns
+            variance = known + noise / (other.weight or 1.0) + _PRICE_VARIANCE * age
             if place > best:
-                variance += SURVIVAL_DRIFT**2 * ran_wider
+                variance += _SURVIVAL_VARIANCE * ran_wider
             gain = (worthy - floors[place]) / price
             if other.is_trusted:
                 promised = _improvement(loss / price, variance)
