@@ -45,11 +45,15 @@ Barrier = Callable[[int, tuple[tuple[int, ...], ...]], MaskAnswer]
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What a recipe built for one rank; `drafter` is None where no drafting is prepared."""
+    """What a recipe built for one rank; `drafter` is None where no drafting is prepared.
+
+    `recordable` is False where its Python must run every time, as a test does that listens.
+    """
 
     spec: StateSpec
     target: Target
     drafter: Drafter | None
+    recordable: bool = True
 
 
 def state_limits(manifest: PreparedManifest, *, publication: bool = False) -> StateLimits:
@@ -114,7 +118,7 @@ class RankExecutor:
                 watches = debug_checks and not manifest.host_cache_bytes
                 self.backend = CapturedBackend(model, manifest, recorder, watches=watches)
             else:
-                self.backend = EagerBackend(model, manifest)
+                self.backend = EagerBackend(model, manifest, replays=parts.recordable)
             sizes = scratch_sizes(manifest.shapes, manifest.vocab_size)
             self._frames = Frames(
                 max(shape.batch_capacity for shape in manifest.shapes),

@@ -194,7 +194,10 @@ def listening_engine(folder: Path, **prefix_cache: object) -> Engine:
     with torch.inference_mode():
         parts = _build(plan, config, SingleGroup())
         listening = ModelParts(
-            parts.spec, HeardTarget(parts.target, heard), HeardDrafter(parts.drafter, heard)
+            parts.spec,
+            HeardTarget(parts.target, heard),
+            HeardDrafter(parts.drafter, heard),
+            recordable=False,
         )
         rank = RankExecutor(plan.manifest, listening)
         for tensor in rank.store.groups.values():

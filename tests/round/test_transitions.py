@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan
 from flare_ray.contracts.record import Flag, Status
 from flare_ray.contracts.shapes import GraphKind
+from flare_ray.device.graphs.replays import Replays
 from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 from tests.round.test_acceptance import PROMPT, greedy_script, plain_text
@@ -86,6 +87,8 @@ def test_queued_round_after_the_end_contributes_nothing(width):
 
 @pytest.mark.parametrize("live", [True, False])
 def test_round_runs_the_target_only_while_a_lane_is_live(live, monkeypatch):
+    # A replay calls no Python function that could be counted.
+    monkeypatch.setattr(Replays, "run", lambda self, key, function, after=None: function())
     script = Script(vocab_size=16, order=2, seed=3, eos_ids=(6,))
     rank = scripted_rank(script)
     driver = Driver(rank)
@@ -196,7 +199,7 @@ def live_tensors() -> int:
 
 def test_rounds_leave_no_tensor_behind():
     driver = ready_driver()
-    for width in (1, 4, 8):
+    for width in (1, 4, 8) * 2:  # on CPU the second round of a kind is recorded, and kept
         driver.round(driver.requests, width)
     before = live_tensors()
     kept = torch.zeros(1)

@@ -106,7 +106,7 @@ class _HeardDrafter:
 def heard_parts(parts: ModelParts, heard: Heard) -> ModelParts:
     """The same model, listened to."""
     target, drafter = _HeardTarget(parts.target, heard), _HeardDrafter(parts.drafter, heard)
-    return ModelParts(parts.spec, target, drafter)
+    return ModelParts(parts.spec, target, drafter, recordable=False)
 
 
 def largest_error(ours: Tensor, theirs: Tensor) -> float:

@@ -2,12 +2,15 @@
 (contract: G6).
 
 It keeps the catalog, the padding and the static buffers of a captured backend. It differs in what
-host-known choices follow: the plan at hand, where a captured program fixes them (variants.py).
+host-known choices follow: the plan at hand, where a captured program fixes them (variants.py). On
+CPU a round that has met the same choices before is replayed from a recording (replays.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +22,7 @@ from flare_ray.device.graphs.arena import Arena
 from flare_ray.device.graphs.body import PromptBody, RoundBody
 from flare_ray.device.graphs.catalog import refuse_unbuilt
 from flare_ray.device.graphs.program import Prices, Program, not_prepared
+from flare_ray.device.graphs.replays import Replays, columns_in_view
 from flare_ray.device.speculation.inputs import FilterBounds, HostFacts, LaneBounds, LaneField
 from flare_ray.device.speculation.record import write_idle_record
 from flare_ray.device.speculation.round import Drafted, Model
@@ -42,10 +46,17 @@ ALL_FILTERS = FilterBounds(
 
 
 class EagerRound:
-    """A decode or speculative program."""
+    """A decode or speculative program.
 
-    def __init__(self, model: Model, shape: GraphShape, arena: Arena) -> None:
+    Args:
+        replays: where its recordings are kept; None = every run is plain.
+    """
+
+    def __init__(
+        self, model: Model, shape: GraphShape, arena: Arena, replays: Replays | None
+    ) -> None:
         self.shape = shape
+        self._replays = replays
         self._body = body = RoundBody(model, shape, arena)
         self.record, self.scores, self.prompt_scores = body.record, body.scores, body.prompt_scores
         self._request = model.store.request
@@ -57,13 +68,21 @@ class EagerRound:
         """See `Program`."""
         self._body.fill(plan, masks)
         self._drafted = None
-        self._facts = self._body.facts(plan, masks, bounds)
+        facts = self._body.facts(plan, masks, bounds)
+        if self._replays is not None:
+            pages = columns_in_view(facts.context_pages, self._columns)
+            facts = dataclasses.replace(facts, context_pages=pages)
+        self._facts = facts
 
     def draft(self) -> Tensor:
         """See `Program`."""
         if self._facts is None:
             raise ContractViolation("drafts before prepare")
-        self._drafted = self._body.draft(self._facts)
+        draft = partial(self._body.draft, self._facts)
+        if self._replays is None:
+            self._drafted = draft()
+        else:
+            self._drafted = self._replays.run(("draft", self.shape, self._facts), draft)
         return self._drafted.candidates.drafts
 
     def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
@@ -80,12 +99,27 @@ class EagerRound:
         if self.shape.has_barrier:
             if self._drafted is None:
                 raise ContractViolation("a masked round was verified without its drafts")
-            self._body.verify(self._drafted)
+            self._verify(self._drafted, self._facts)
             self._drafted = None
         elif self._is_idle():
             write_idle_record(self.record, self._body.inputs.lanes)
         else:
-            self._body.run(self._facts)
+            self._run(self._facts)
+
+    def _run(self, facts: HostFacts) -> None:
+        run = partial(self._body.run, facts)
+        if self._replays is None:
+            run()
+        else:
+            self._replays.run(("round", self.shape, facts), run)
+
+    def _verify(self, drafted: Drafted, facts: HostFacts) -> None:
+        verify = partial(self._body.verify, drafted)
+        if self._replays is None:
+            verify()
+        else:
+            key = ("verify", self.shape, facts, drafted.barrier_copies)
+            self._replays.run(key, verify, after=drafted)
 
     def _is_idle(self) -> bool:
         """Whether no lane would run: all requests of a round queued behind their last one have
@@ -108,8 +142,11 @@ class EagerRound:
         """Time of one run on padded lanes, without optional steps."""
         self._body.idle()
         facts = self._warm_facts(FilterBounds(), copies=False)
+        if self._replays is not None:
+            for _ in range(2):  # plain, then recorded
+                self._run(facts)
         started = time.perf_counter_ns()
-        self._body.run(facts)
+        self._run(facts)
         self.record.tolist()  # on a device: waits for it
         return time.perf_counter_ns() - started
 
@@ -159,15 +196,16 @@ class EagerPrefill:
 class EagerBackend:
     """Every program of the manifest over one arena, see `Backend`; `model` is what they run."""
 
-    def __init__(self, model: Model, manifest: PreparedManifest) -> None:
+    def __init__(self, model: Model, manifest: PreparedManifest, *, replays: bool = True) -> None:
         refuse_unbuilt(manifest.shapes)
         self.model = model
         self.pool_bytes = 0
         self.arena = Arena(manifest)
+        held = Replays() if replays and manifest.device == "cpu" else None
         self._programs: dict[GraphShape, Program] = {
-            shape: (EagerPrefill if shape.kind in PROMPT_KINDS else EagerRound)(
-                model, shape, self.arena
-            )
+            shape: EagerPrefill(model, shape, self.arena)
+            if shape.kind in PROMPT_KINDS
+            else EagerRound(model, shape, self.arena, held)
             for shape in manifest.shapes
         }
 

@@ -22,6 +22,7 @@ from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from torch import Tensor
 
+from flare_ray.device.ops.replay import notice
 from flare_ray.errors import ContractViolation
 
 _logger = logging.getLogger(__name__)
@@ -44,15 +45,25 @@ def kernel(arguments: str, *, ordered: bool = False) -> Callable[[Callable[..., 
     def compile_now(function: Callable[..., Any]) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": fast}
         try:
-            return njit(signature, cache=True, **options)(function)
+            return _noticed(njit(signature, cache=True, **options)(function))
         except RuntimeError as error:
             # Neither the package's folder nor the user's cache can be written to.
             if "cannot cache" not in str(error):
                 raise
             _logger.warning("%s is compiled at every start: %s", function.__qualname__, error)
-            return njit(signature, **options)(function)
+            return _noticed(njit(signature, **options)(function))
 
     return compile_now
+
+
+def _noticed(compiled: Callable[..., None]) -> Callable[..., None]:
+    """A kernel that recordings repeat."""
+
+    def call(*arguments: float) -> None:
+        compiled(*arguments)
+        notice(compiled, arguments)
+
+    return call
 
 
 def float_rows(x: Tensor, columns: int) -> Tensor:

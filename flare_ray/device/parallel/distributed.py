@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flare_ray.device.ops.replay import repeatable
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.parallel.sums import sum_in_rank_order
 from flare_ray.errors import ConfigError, ContractViolation, RankFailure
@@ -99,6 +100,7 @@ class DistributedGroup:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @repeatable
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum over ranks, bit-identical on every rank; on CUDA in place where contiguous.
 
@@ -111,6 +113,7 @@ class DistributedGroup:
             return value
         return sum_in_rank_order(self._gather("all_reduce", value).unbind(0))
 
+    @repeatable
     def all_gather(self, value: Tensor) -> Tensor:
         """Concatenation over ranks along the last dimension; raises as `all_reduce` does."""
         gathered = self._gather("all_gather", value.contiguous())

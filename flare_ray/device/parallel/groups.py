@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.replay import repeatable
 from flare_ray.device.parallel.sums import sum_in_rank_order
 from flare_ray.errors import ContractViolation, RankFailure
 from flare_ray.recipes.declaration import Communicator
@@ -109,6 +110,7 @@ class LocalGroup:
         self._meeting = meeting
         self._count = 0
 
+    @repeatable
     def all_reduce(self, value: Tensor) -> Tensor:
         """Sum over ranks in rank order; a new tensor, bit-identical on every rank.
 
@@ -118,6 +120,7 @@ class LocalGroup:
         """
         return sum_in_rank_order(self._exchange("all_reduce", value))
 
+    @repeatable
     def all_gather(self, value: Tensor) -> Tensor:
         """Concatenation over ranks along the last dimension; raises as `all_reduce` does."""
         return torch.cat(self._exchange("all_gather", value), dim=-1)

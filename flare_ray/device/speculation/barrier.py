@@ -23,7 +23,7 @@ class Candidates:
 
 def obey_barrier(
     candidates: Candidates, planned: Tensor, q: Tensor, allowed: Tensor, *, copies: bool
-) -> None:
+) -> Candidates:
     """Take over what the host answered: fewer drafts, and other ones where it replaced any.
 
     Whether a draft is cut depends on the draft. Given that it was not, it was drawn from q over the
@@ -32,21 +32,21 @@ def obey_barrier(
     S1, K1); verifying against the whole q would favour what the drafter likes.
 
     Args:
-        candidates: overwritten.
+        candidates: left as they are, for a program's first part is replayed into them.
         planned: [B, 5 + D] int64, the lanes' inputs behind the barrier.
         q: [B, D, V] float32, overwritten; rows of replaced drafts become point masses.
         allowed: [B, W, V] bool.
         copies: host-known: some draft is replaced.
     """
-    candidates.offered = torch.minimum(candidates.offered, planned[:, LaneField.CEILING])
+    offered = torch.minimum(candidates.offered, planned[:, LaneField.CEILING])
     depth = candidates.drafts.shape[1]
     narrowed = q[:, :depth].mul_(allowed[:, :depth])
     # A row without an allowed token is behind the lane's last draft.
     narrowed.div_(narrowed.sum(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny))
     if not copies:
-        return
+        return Candidates(candidates.drafts, offered, candidates.copies)
     tokens = planned[:, LaneField.COPIES : LaneField.COPIES + depth]
     replaced = tokens >= 0
-    candidates.drafts = torch.where(replaced, tokens, candidates.drafts)
-    write_point_masses(narrowed, candidates.drafts, replaced)
-    candidates.copies = planned[:, LaneField.COPIES :]
+    drafts = torch.where(replaced, tokens, candidates.drafts)
+    write_point_masses(narrowed, drafts, replaced)
+    return Candidates(drafts, offered, planned[:, LaneField.COPIES :])

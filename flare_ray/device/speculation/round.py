@@ -131,7 +131,8 @@ def verify_round(
         constrained = planned[:, LaneField.MASKED] > 0
         allowed = allowed_tokens(inputs.masks, constrained, scratch.q.shape[-1])
     if allowed is not None and shape.has_barrier:
-        obey_barrier(candidates, planned, scratch.q, allowed, copies=drafted.barrier_copies)
+        copies = drafted.barrier_copies
+        candidates = obey_barrier(candidates, planned, scratch.q, allowed, copies=copies)
     rows = _verify_rows(lanes, candidates, scratch.positions)
     if shape.packed_capacity:
         output = packed_forward(model.target, rows, model.store, capacity=shape.packed_capacity)
