@@ -1,5 +1,6 @@
 """The routes over a scripted engine behind a real socket."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -25,14 +26,23 @@ def chat_codec(folder: Path) -> TextCodec:
 
 @contextmanager
 def http_server(
-    codec: TextCodec, port: int, script: Script | None = None
+    codec: TextCodec, port: int, script: Script | None = None, *, send_buffer: int = 0
 ) -> Iterator[tuple[FakeEngineClient, str]]:
-    """Serve until the block ends; yields the engine and the base URL without a path."""
+    """Serve until the block ends; yields the engine and the base URL without a path.
+
+    Args:
+        send_buffer: bytes that the kernel keeps for a client that does not read; 0 = what it likes.
+    """
     client = FakeEngineClient(script)
     settings = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
     app = build_api(client, settings)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
-    thread = threading.Thread(target=server.run, daemon=True)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    listener.bind(("127.0.0.1", port))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     deadline = time.monotonic() + START_LIMIT_S
     while not server.started:
@@ -41,6 +51,7 @@ def http_server(
     try:
         yield client, f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        # A test that has failed may have left a connection open.
+        server.should_exit = server.force_exit = True
         thread.join(STOP_LIMIT_S)
         assert not thread.is_alive()

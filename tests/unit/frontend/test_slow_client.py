@@ -97,7 +97,8 @@ def test_a_client_that_reads_nothing_delays_no_other_and_gets_its_whole_answer_l
 ):
     port = free_port()
     text = "z" * DELTAS
-    with http_server(codec, port, answer(f"</think>{text}", step=1)) as (engine, _):
+    script = answer(f"</think>{text}", step=1)
+    with http_server(codec, port, script, send_buffer=SMALL_BUFFER) as (engine, _):
         slow = connected(port, "slow")
         while not engine.requests:
             time.sleep(0.01)

@@ -68,6 +68,17 @@ GLM_CONFIG = {
         "eos_token_id": [154820, 154827, 154829],
     },
 }
+FP8_KINDS = (
+    ".mlp.experts.",
+    ".mlp.shared_experts.",
+    ".mlp.gate_proj.",
+    ".mlp.up_proj.",
+    ".mlp.down_proj.",
+    ".self_attn.q_a_proj.",
+    ".self_attn.q_b_proj.",
+    ".self_attn.kv_a_proj_with_mqa.",
+)
+"""What the FP8 release quantises, the output projection of attention with a latent besides."""
 F32_SUFFIXES = ("_base", "_scale", "dt_bias", "A_log", "e_score_correction_bias")
 """Ends of the names that releases store in float32."""
 
@@ -81,9 +92,17 @@ def experts_as(format: WeightFormat):
     return lambda spec: format if is_routed_expert(spec) else WeightFormat.PLAIN
 
 
+def is_fp8(spec: TensorSpec) -> bool:
+    """Whether the FP8 release quantises a tensor; 1,509 others are listed there as exceptions."""
+    layer = spec.name.partition(".layers.")[2].partition(".")[0]
+    latent = layer.isdigit() and (int(layer) in FULL or int(layer) >= LAYERS)
+    output = ".self_attn.o_proj." in spec.name and latent
+    return spec.quantisable and (output or any(kind in spec.name for kind in FP8_KINDS))
+
+
 def fp8_entries(spec: TensorSpec) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, type, shape) under which the FP8 release stores a listed tensor."""
-    if not spec.quantisable:
+    if not is_fp8(spec):
         dtype = "F32" if spec.name.endswith(F32_SUFFIXES) else "BF16"
         return [(spec.name, dtype, spec.shape)]
     grid = tuple(-(-size // 128) for size in spec.shape)
