@@ -37,10 +37,9 @@ from benchmarks.serving.service import (
     require_free_port,
     serving,
 )
-from benchmarks.serving.soak import wait_until_idle
+from benchmarks.serving.soak import held_pages, live_requests, wait_until_idle
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
-from benchmarks.support.results import Bound, print_result, write_result
-from flare_ray.metrics import names
+from benchmarks.support.results import Bound, conclude
 
 RESULT = "chaos"
 OFFICIAL_MINUTES = 10.0
@@ -115,7 +114,7 @@ class Killer:
         self._service.note_descendants()
         found = []
         for process in tree_of(self._service.pid):
-            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+            with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 self.kills.shared.update(shared_files(process.pid))
                 if ROLES[kind] in process_label(process.cmdline()):
                     found.append(process.pid)
@@ -196,9 +195,8 @@ def run(
         require_free_port(*target.address)
     left = sum(Path(path).exists() for path in killer.kills.shared)
     held = {
-        "pages_held_at_end": last.value(names.PAGES_TOTAL) - last.value(names.PAGES_FREE),
-        "requests_left_at_end": last.value(names.REQUESTS_RUNNING)
-        + last.value(names.REQUESTS_WAITING),
+        "pages_held_at_end": held_pages(last),
+        "requests_left_at_end": live_requests(last),
         "shared_memory_left": left,
     }
     for note in clients.noted:
@@ -224,14 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchmarkFailure as failure:
         print(f"chaos failed: {failure}", file=sys.stderr)
         return 2
-    if options.minutes >= OFFICIAL_MINUTES:
-        result = write_result(RESULT, metrics, BOUNDS)
-        print_result(result, console)
-        return int(not all(target.met for target in result.targets))
-    for name, value in metrics.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
-    console.print("not an official run: no result was written")
-    return 0
+    official = options.minutes >= OFFICIAL_MINUTES
+    return conclude(RESULT, metrics, BOUNDS, console, official=official)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.http_load import Latencies, disconnect, get_json, read_streams
 from benchmarks.serving.http_server import STATS_PATH
 from benchmarks.serving.memory import read_memory
-from benchmarks.support.results import ROOT, Bound, print_result, write_result
+from benchmarks.support.results import ROOT, Bound, conclude
 
 RESULT = "http"
 CHECKPOINT = ROOT / "deployments" / "demo" / "glm"
@@ -130,7 +130,7 @@ def cpu_s(process: psutil.Process) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """What 2,000 clients left behind: bytes over the second half of them, and what stayed open."""
+    """What clients left behind: bytes over the second half of them, and what stayed open."""
 
     growth_bytes: int
     counted: int
@@ -277,14 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BenchmarkFailure as failure:
         print(f"http failed: {failure}", file=sys.stderr)
         return 2
-    if plan == OFFICIAL:
-        result = write_result(RESULT, metrics, BOUNDS)
-        print_result(result, console)
-        return int(not all(target.met for target in result.targets))
-    for name, value in metrics.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
-    console.print("not an official run: no result was written")
-    return 0
+    return conclude(RESULT, metrics, BOUNDS, console, official=plan == OFFICIAL)
 
 
 if __name__ == "__main__":

@@ -103,8 +103,8 @@ class PacedEngine:
             tick, due_s = tick + 1, due_s + self._tick_s
             if due_s > beat_s:
                 beat_s = due_s + HEARTBEAT_S
-                for address in {live.request.reply_to for live in self._live.values()}:
-                    self._sender.send(address, (Heartbeat(tick),))
+                for receiver in {live.request.reply_to for live in self._live.values()}:
+                    self._sender.send(receiver, (Heartbeat(tick),))
 
     def _take(self, parts: list[bytes]) -> None:
         peer, kind, body = parts

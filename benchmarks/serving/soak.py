@@ -24,7 +24,7 @@ from benchmarks.serving.memory import NOTHING, MemorySample, MemorySampler, slop
 from benchmarks.serving.service import Service, leave_on_terminate, open_target, serving
 from benchmarks.serving.soak_load import Ledger, Traffic
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
-from benchmarks.support.results import Bound, print_result, write_result
+from benchmarks.support.results import Bound, conclude
 from flare_ray.metrics import names
 from flare_ray.metrics.exposition import Exposition
 
@@ -68,13 +68,12 @@ class Soak:
 def soak_metrics(run: Soak) -> dict[str, JsonValue]:
     """The result file's metrics: targets first."""
     ledger, kept = run.ledger, after_warm_up(run.samples)
-    held = run.last.value(names.PAGES_TOTAL) - run.last.value(names.PAGES_FREE)
     return {
         "memory_slope_mib_per_min": slope_mib_per_min(kept, pss_of_tree),
         "allocated_slope_mib_per_min": slope_mib_per_min(kept, allocated_of_tree),
         "lost_requests": ledger.total("lost") + ledger.unaccounted,
         "unexpected_answers": ledger.unexpected,
-        "pages_held_at_end": held,
+        "pages_held_at_end": held_pages(run.last),
         "requests_left_at_end": live_requests(run.last),
         "engine_balance": engine_balance(run.grown),
         "minutes": run.minutes,
@@ -166,6 +165,11 @@ def live_requests(reading: Exposition) -> float:
     return reading.value(names.REQUESTS_RUNNING) + reading.value(names.REQUESTS_WAITING)
 
 
+def held_pages(reading: Exposition) -> float:
+    """Pages that are not free."""
+    return reading.value(names.PAGES_TOTAL) - reading.value(names.PAGES_FREE)
+
+
 def engine_balance(grown: Exposition) -> float:
     """Requests the engine admitted and neither finished nor failed; 0 unless some were lost."""
     failures = grown.by_label(names.REQUESTS_FAILED, "code")
@@ -217,8 +221,8 @@ def wait_until_idle(service: Service) -> Exposition:
     deadline_s = time.monotonic() + IDLE_LIMIT_S
     while True:
         reading = service.settled_metrics()
-        free = reading.value(names.PAGES_FREE) == reading.value(names.PAGES_TOTAL)
-        if (free and not live_requests(reading)) or time.monotonic() > deadline_s:
+        idle = not held_pages(reading) and not live_requests(reading)
+        if idle or time.monotonic() > deadline_s:
             return reading
 
 
@@ -253,14 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     metrics = soak_metrics(found)
     changed = options.checkpoint is not None or options.threads is not None
-    if options.minutes >= OFFICIAL_MINUTES and not changed:
-        result = write_result(RESULT, metrics, BOUNDS)
-        print_result(result, console)
-        return int(not all(target.met for target in result.targets))
-    for name, value in metrics.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
-    console.print("not an official run: no result was written")
-    return 0
+    official = options.minutes >= OFFICIAL_MINUTES and not changed
+    return conclude(RESULT, metrics, BOUNDS, console, official=official)
 
 
 if __name__ == "__main__":

@@ -201,6 +201,29 @@ def print_result(result: BenchmarkResult, console: Console | None = None) -> Non
     console.print(targets_table([result]))
 
 
+def conclude(
+    name: str,
+    metrics: dict[str, JsonValue],
+    bounds: Sequence[Bound],
+    console: Console,
+    *,
+    official: bool,
+) -> int:
+    """Write and print the result of an official run; print the metrics of any other.
+
+    Returns:
+        The exit status: 1 where an official run missed a target.
+    """
+    if official:
+        result = write_result(name, metrics, bounds)
+        print_result(result, console)
+        return int(not all(target.met for target in result.targets))
+    for metric, value in metrics.items():
+        console.print(f"{metric}: {value}", highlight=False, markup=False)
+    console.print("not an official run: no result was written")
+    return 0
+
+
 def current_commit() -> str:
     """Commit of the checkout, with ``-dirty`` when tracked files other than results differ."""
     commit = _git("rev-parse", "HEAD")

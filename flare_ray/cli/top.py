@@ -12,6 +12,7 @@ import httpx
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from flare_ray.errors import ConfigError
 from flare_ray.metrics import names
@@ -175,7 +176,8 @@ def watch(url: str, *, interval_s: float, once: bool = False) -> None:
             try:
                 now, now_s = read(url), time.monotonic()
             except ConfigError as error:
-                live.update(f"{error}", refresh=True)
+                # What answered there is no markup.
+                live.update(Text(str(error)), refresh=True)
                 continue
             live.update(view(sections(before, now, now_s - before_s)), refresh=True)
             before, before_s = now, now_s

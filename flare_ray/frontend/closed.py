@@ -47,8 +47,8 @@ def _failure(error: ValidationError, prefix: str) -> InvalidRequest:
     )
 
 
-def _field_path(location: Sequence[int | str], prefix: str = "") -> str:
-    """`messages[0].content` for ("messages", 0, "content")."""
+def _field_path(location: Sequence[int | str], prefix: str) -> str:
+    """`messages[0].content` for (0, "content") at `messages`."""
     path = prefix
     for part in location:
         if isinstance(part, int):

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import summary
+from benchmarks.support import results
 from benchmarks.support.results import (
     MAX_RESULT_BYTES,
     Bound,
@@ -121,6 +122,29 @@ def test_print_result_shows_numbers_and_targets(tmp_path, console):
     print_result(write(tmp_path, Bound(metric="ratio.b4", operator=">=", value=1.0)), console)
     text = console.export_text()
     assert "speedup" in text and "ratio.b4" in text and "MISSED" in text
+
+
+@pytest.mark.parametrize(("bound", "status"), [(8.0, 0), (8.1, 1)])
+def test_an_official_run_is_written_and_fails_on_a_missed_target(
+    tmp_path, monkeypatch, console, bound, status
+):
+    monkeypatch.setattr(
+        results,
+        "write_result",
+        lambda name, metrics, bounds: write(tmp_path, *bounds, name=name, metrics=metrics),
+    )
+    bounds = (Bound(metric="speedup", operator=">=", value=bound),)
+    assert results.conclude("first", METRICS, bounds, console, official=True) == status
+    assert read_result(tmp_path / "first.json").metrics == METRICS
+
+
+def test_an_unofficial_run_shows_every_metric_and_writes_nothing(monkeypatch, console):
+    monkeypatch.delattr(results, "write_result")
+    bounds = (Bound(metric="speedup", operator=">=", value=9.0),)
+    assert results.conclude("first", METRICS, bounds, console, official=False) == 0
+    text = console.export_text()
+    assert all(f"{name}: {value}" in text for name, value in METRICS.items())
+    assert "no result was written" in text
 
 
 def test_summary_lists_every_target_and_fails_on_a_missed_one(tmp_path, console):

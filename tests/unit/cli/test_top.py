@@ -113,6 +113,22 @@ def test_one_view_is_printed_and_the_command_ends(answering, recorder, capsys):
     assert "7" in text
 
 
+def test_a_later_failure_is_shown_as_it_is_said_and_watching_goes_on(monkeypatch, recorder, capsys):
+    shown = "answered 503: [/b] away"
+    readings = iter([reading(recorder), ConfigError(shown), KeyboardInterrupt()])
+
+    def read(url):
+        one = next(readings)
+        if isinstance(one, BaseException):
+            raise one
+        return one
+
+    monkeypatch.setattr(top, "read", read)
+    top.watch("http://service", interval_s=0.01)
+    assert shown in capsys.readouterr().out
+    assert next(readings, None) is None
+
+
 @pytest.mark.parametrize(
     ("status", "text", "words"), [(503, "not ready", "503"), (200, "<html>", "no Prometheus text")]
 )
