@@ -83,8 +83,7 @@ def table(form: str, read_tb_s: float, *, quick: bool) -> tuple[dict[str, Any], 
     rank = build_rank(geometry(LAYERS[form]), FORMATS[form], slots=slots, context=CONTEXT)
     print(f"{form}: {torch.cuda.memory_allocated() / 2**30:.1f} GiB allocated", flush=True)
     for batch, width in chosen:
-        parts = (batch, width) in QUICK or width in (1, 6)
-        row = measured(rank, form, batch, width, read_tb_s, parts=parts)
+        row = measured(rank, form, batch, width, read_tb_s, parts=width in FEW_WIDTHS)
         rows[f"b{batch}w{width}"] = row
         print(form, row, flush=True)
     profiles = {}

@@ -32,7 +32,6 @@ class RandomWeights:
         specs: a recipe's manifest.
         experts: format of the routed experts.
         device / dtype: of plain tensors.
-        world_size: ranks that share them.
     """
 
     def __init__(
@@ -42,12 +41,10 @@ class RandomWeights:
         experts: WeightFormat,
         device: str = "cuda",
         dtype: torch.dtype = torch.bfloat16,
-        world_size: int = 1,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
         self._specs = {spec.name: spec for spec in specs}
         self._experts = experts
-        self._world_size = world_size
         self._made: dict[str, object] = {}
 
     def spec(self, name: str) -> TensorSpec:
@@ -115,4 +112,4 @@ class RandomWeights:
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return rank_shape(self._specs[name], self._world_size)
+        return rank_shape(self._specs[name], 1)

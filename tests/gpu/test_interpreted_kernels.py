@@ -13,8 +13,10 @@ import os
 import pytest
 import torch
 
-if torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
-    pytest.skip("needs triton, and no CUDA device", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("a CUDA device is seen: test_kernel_*.py compare there", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs triton, which the cuda extra brings", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
 from flare_ray.device.layers.rows import join_window, round_rows
@@ -34,10 +36,13 @@ from flare_ray.device.ops.pooled_index import reference as pools_reference
 from flare_ray.device.ops.pooled_index import triton as pools
 from flare_ray.device.ops.pooled_index.selection import triton as selection
 from flare_ray.device.ops.rmsnorm import reference as norm_reference
+from flare_ray.device.ops.rmsnorm import triton as norm
 from flare_ray.device.ops.router import reference as router_reference
 from flare_ray.device.ops.router import triton as router
 from flare_ray.device.ops.short_conv import reference as conv_reference
 from flare_ray.device.ops.short_conv import triton as conv
+from flare_ray.device.ops.swiglu import reference as swiglu_reference
+from flare_ray.device.ops.swiglu import triton as swiglu
 from flare_ray.device.sampling import philox
 from flare_ray.device.sampling.chain import reference_chain, reference_draw
 from flare_ray.device.sampling.distribution import triton as distribution
@@ -75,6 +80,18 @@ def test_a_site_of_streams():
     block = torch.randn(rows, hidden)
     out = streams_reference.mix_out(block, x, *wanted[1:])
     assert close(streams.mix_out(block, x, *got[1:]), out)
+
+
+def test_a_norm_of_strided_rows():
+    x, weight = torch.randn(3, 90)[:, 5:75], torch.randn(70)
+    wanted = norm_reference.rmsnorm(x, weight, eps=1e-5)
+    assert close(norm.rmsnorm(x, weight, eps=1e-5), wanted)
+
+
+def test_an_activation_beyond_its_bounds():
+    both = torch.randn(3, 2 * 70) * 4
+    wanted = swiglu_reference.clamped_swiglu(*both.chunk(2, -1), limit=3.0)
+    assert close(swiglu.clamped_swiglu(both, limit=3.0), wanted)
 
 
 def routed(experts: int, rows: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,7 +152,10 @@ def test_routing_with_ties(scoring):
     x, weight, bias = torch.randn(4, 32), torch.randn(20, 32), torch.randn(20) * 0.1
     weight[7], bias[7] = weight[3], bias[3]
     rules = {"top_k": 6, "scale": 2.5, "scoring": scoring}
-    got = router.choose(torch.nn.functional.linear(x, weight), bias, **rules)
+    products = router.products(x, weight)
+    assert close(products, torch.nn.functional.linear(x, weight))
+    assert torch.equal(products[:, 7], products[:, 3])
+    got = router.choose(products, bias, **rules)
     wanted = router_reference.route(x, weight, bias, **rules)
     assert torch.equal(got[0], wanted[0]) and close(got[1], wanted[1])
 

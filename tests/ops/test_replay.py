@@ -81,6 +81,7 @@ def test_a_constant_that_is_overwritten_starts_anew_each_time():
         lambda x, i: torch.nn.functional.pad(x, (0, 2))[2:].cumsum(0),
         lambda x, i: x.unsqueeze(1).expand(SIZE, 2).contiguous().sum(1),
         lambda x, i: torch.full_like(x, 3.0) * x.to(torch.bfloat16),
+        lambda x, i: x.to(torch.float8_e4m3fn)[i.clamp(0, SIZE - 1)].float(),
     ],
 )
 def test_operators_of_many_forms_are_repeated_bit_by_bit(expression):

@@ -189,7 +189,7 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one type and shape hold the same bytes, NaN included."""
     if a.dtype.is_floating_point:
-        whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+        whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         a, b = a.view(whole), b.view(whole)
     return torch.equal(a, b)
 
@@ -255,7 +255,8 @@ class _Recorder(TorchDispatchMode):
         starts = sorted(self._sizes)
         for step in self.steps:
             if step.kernel:
-                step.reads = step.writes = frozenset(self._pointed_at(starts, step.call.args))
+                pointed = (self._pointed_at(value, starts) for value in step.call.args)
+                step.reads = step.writes = frozenset(p for p in pointed if p is not None)
         changed = {place for step in self.steps if not step.fresh for place in step.writes}
         constant: set[int] = set()
         remaining = []
@@ -268,13 +269,13 @@ class _Recorder(TorchDispatchMode):
             del self._sizes[place]
         return remaining
 
-    def _pointed_at(self, starts: list[int], arguments: tuple[Any, ...]) -> Iterator[int]:
-        """Storages made here that a kernel was given an address in."""
-        for value in arguments:
-            if isinstance(value, int) and (place := bisect.bisect_right(starts, value)):
-                start = starts[place - 1]
-                if value < start + self._sizes[start]:
-                    yield start
+    def _pointed_at(self, value: Any, starts: list[int]) -> int | None:
+        """The one of the storages at ascending `starts` that a kernel's argument points into."""
+        if isinstance(value, int) and (place := bisect.bisect_right(starts, value)):
+            start = starts[place - 1]
+            if value < start + self._sizes[start]:
+                return start
+        return None
 
     def move_into(self, pool: Pool, steps: list[_Step], *, staying: frozenset[int]) -> None:
         """Give every value that dies inside a place in the pool, in tensors and addresses alike."""
@@ -300,11 +301,8 @@ class _Recorder(TorchDispatchMode):
 
     def _moved(self, value: Any, starts: list[int], places: Any, base: int) -> Any:
         """A kernel's argument, with an address in a moved storage moved along."""
-        if isinstance(value, int) and (place := bisect.bisect_right(starts, value)):
-            start = starts[place - 1]
-            if value < start + self._sizes[start]:
-                return base + places[start] + value - start
-        return value
+        start = self._pointed_at(value, starts)
+        return value if start is None else base + places[start] + value - start
 
 
 def _repeat(call: Callable[[], Tensor], result: Tensor) -> None:
@@ -343,7 +341,7 @@ def _writing(
         call = functools.partial(form, *args, **kwargs, out=out)
         try:
             call()
-        except (TypeError, RuntimeError, NotImplementedError):
+        except (TypeError, RuntimeError):
             continue
         if all(map(_same_bits, results, wanted)):
             return call

@@ -1,14 +1,13 @@
 """Target and proposal distributions from F32 logits (contract: S2).
 
 Order of the target's filters: temperature, top-k, top-p, min-p; each acts on what the previous one
-kept. Ties break to the
-lowest token id on every path: top-k keeps exactly k, the nucleus takes equal probabilities in id
-    order.
+kept. Ties break to the lowest token id on every path: top-k keeps exactly k, the nucleus takes
+equal probabilities in id order.
 
-The nucleus needs no sort: the boundary probability is found exactly by a three-digit radix descent
-over the bits of the probabilities (non-negative floats order like their bit patterns), about a
-quarter of a sort's cost at 8,192 tokens. One compiled pass per digit does the same on CPU (numba)
-and, in a fixed order of sums, on CUDA (distribution).
+The nucleus needs no sort: the boundary probability is found exactly by a radix descent over the
+bits of the probabilities (non-negative floats order like their bit patterns), in compiled passes on
+CPU (numba) and, in a fixed order of sums, on CUDA (distribution). `nucleus_mask` is what both are
+compared with.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 _SLICE = 512
-TAPS = 4
 
 
 @triton.jit

@@ -10,15 +10,21 @@ _SLICE = 1024
 
 
 @triton.jit
+def gated(gate, up, limit):
+    """silu(min(gate, limit)) * clamp(up, -limit, limit) of float32 tiles."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _swiglu(both, out, width, limit, SLICE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     inside = place < width
     gate = tl.load(both + row * 2 * width + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * width + width + place, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
-    active = gate / (1.0 + tl.exp(-gate)) * up
+    active = gated(gate, up, limit)
     tl.store(out + row * width + place, active.to(out.dtype.element_ty), mask=inside)
 
 

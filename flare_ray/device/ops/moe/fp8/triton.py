@@ -12,12 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flare_ray.device.ops.moe.pack.triton import pack
+from flare_ray.device.ops.moe.pack.triton import block_members, pack
 from flare_ray.device.ops.moe.packed import Fp8Stack
-from flare_ray.device.ops.moe.triton import BLOCK, combine, gated
+from flare_ray.device.ops.moe.triton import BLOCK, combine
+from flare_ray.device.ops.swiglu.triton import gated
 
-EDGE = 128
-"""Rows and columns of a scale's block."""
 _TILE = 64
 
 
@@ -56,9 +55,7 @@ def _gate_up(
     e = tl.load(expert + block).to(tl.int64)
     if e < 0:
         return
-    slot = tl.arange(0, BLOCK)
-    has = slot < tl.load(filled + block)
-    member = tl.load(members + block * BLOCK + slot, mask=has, other=0).to(tl.int64)
+    has, member = block_members(filled, members, block, BLOCK)
     source = x + (member // TOP_K)[None, :] * hidden
     first = tl.program_id(0) * BN
     line = e * 2 * width + first
@@ -87,9 +84,7 @@ def _down(
     e = tl.load(expert + block).to(tl.int64)
     if e < 0:
         return
-    slot = tl.arange(0, BLOCK)
-    has = slot < tl.load(filled + block)
-    member = tl.load(members + block * BLOCK + slot, mask=has, other=0).to(tl.int64)
+    has, member = block_members(filled, members, block, BLOCK)
     first = tl.program_id(0) * BN
     source = active + member[None, :] * width
     total = _product(codes, scales, e * hidden + first, width, source, has, BN, BLOCK)

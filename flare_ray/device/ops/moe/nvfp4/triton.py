@@ -2,8 +2,8 @@
 
 A decode round gives an expert one or two rows, so the work is reading and unpacking weights. The
 matrix unit would want each code as a bfloat16 in its own operand layout, a trip through shared
-memory that costs more than the reading (measured: 2.6 to 3.7 times the bytes' time). Here a code
-becomes a byte, and bytes are multiplied where they lie:
+memory that costs more than the reading (wide/triton.py). Here a code becomes a byte, and bytes are
+multiplied where they lie:
 
     u = 12 + 2 v         v in {0, .5, 1, 1.5, 2, 3, 4, 6} and its negatives, so u in 0 .. 24
     sum v x = (sum u x - 12 sum x) / 2         x in 16-bit fixed point (digits/triton.py)
@@ -17,7 +17,8 @@ one block of 16, then float32: block scale times unit, last the matrix's own sca
 grid (tiles of BN outputs, blocks); a program holds its tile's whole rows (K / 16 words of 64 bits a
 row) in registers and runs the block's rows over them, so weights are read once whatever the rows.
 The sum over K meets in one reduction at the end. Tiles of four and eight outputs were the fastest
-of 4 to 32 with two to eight warps at one to six rows; larger ones leave too few programs a core.
+of 4 to 32 with two to eight warps at one to six rows, tried by hand; larger ones leave too few
+programs a core.
 
 Source: the layout is published NVFP4; the lookup and the offset are ours.
 """
@@ -35,7 +36,8 @@ from flare_ray.device.ops.moe.nvfp4.digits.triton import digits
 from flare_ray.device.ops.moe.nvfp4.wide import triton as wide
 from flare_ray.device.ops.moe.pack.triton import Blocks, pack
 from flare_ray.device.ops.moe.packed import Nvfp4Stack
-from flare_ray.device.ops.moe.triton import BLOCK, combine, gated
+from flare_ray.device.ops.moe.triton import BLOCK, combine
+from flare_ray.device.ops.swiglu.triton import gated
 
 FEW_ROWS = 64
 """Most rows of a pass for these kernels. With 288 experts, eight a row: 63, 427, 1,703, 3,352 us at

@@ -45,6 +45,14 @@ def _pack(chosen, expert, filled, members, count, COUNT: tl.constexpr, BLOCK: tl
         tl.store(members + me * BLOCK + order, place, mask=taken)
 
 
+@triton.jit
+def block_members(filled, members, block, BLOCK: tl.constexpr):
+    """Which of a block's places are filled, and their assignments in int64, 0 in the others."""
+    slot = tl.arange(0, BLOCK)
+    has = slot < tl.load(filled + block)
+    return has, tl.load(members + block * BLOCK + slot, mask=has, other=0).to(tl.int64)
+
+
 def pack(chosen: Tensor, *, block: int) -> Blocks:
     """Blocks of a routing.
 
