@@ -1,8 +1,7 @@
 """The model card and the notices of a demo checkpoint, written from the run's own figures.
 
-``python -m benchmarks.demo_training.card RUN PACK CHECKPOINT`` writes ``README.md``,
-``NOTICE`` and
-``LICENSES/`` into CHECKPOINT and the result file of the benchmarks. No measured number is typed by
+``python -m benchmarks.demo_training.card RUN PACK CHECKPOINT`` writes ``README.md``, ``NOTICE`` and
+``LICENSES/`` into CHECKPOINT and the result files of the benchmarks. No measured number is typed by
 hand.
 """
 

@@ -12,7 +12,6 @@ import json
 import random
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ from .heldout import FROZEN_PROMPTS, selected
 from .network import DemoModel, from_published
 
 GREEDY_TOKENS = 24
+COMPARED = 2
+"""Prompts a category whose logits and continuations are compared."""
 MAX_LOGIT_DIFFERENCE = 1e-4
 """Contract of the project for float32 logits; the trial measured 4e-5 over 20 prompts."""
 LONG_CODES = 250
@@ -114,26 +115,19 @@ class Checker:
 
 
 @torch.no_grad()
-def check(folder: Path, prompts: Path, long_prompts: int, compared: int = 2) -> dict[str, Any]:
+def check(folder: Path, prompts: Path, long_prompts: int) -> dict[str, Any]:
     """All figures; the caller judges them. Transformers gets the values of the packed weights.
 
     Args:
         folder: the checkpoint.
         prompts: evaluation prompts.
         long_prompts: questions about a list longer than the selection budget.
-        compared: prompts a category whose logits and continuations are compared.
     """
     with tempfile.TemporaryDirectory(prefix="flare-check-") as wide:
         write_float32(folder, Path(wide))
         checker = Checker(Path(wide))
-    items = selected(prompts)
-    chats = [i for i in items if i["messages"]]
-    seen: Counter[str] = Counter()
-    pairs = []
-    for item in items:
-        seen[item["category"]] += 1
-        if seen[item["category"]] <= compared:
-            pairs.append(checker.compare(item["prompt"]))
+    chats = [i for i in selected(prompts) if i["messages"]]
+    pairs = [checker.compare(i["prompt"]) for i in selected(prompts, COMPARED)]
     return checker.tensors() | {
         "prompts": len(pairs),
         "max_logit_difference": max(p[0] for p in pairs),

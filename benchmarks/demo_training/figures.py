@@ -24,6 +24,7 @@ from benchmarks.support.results import (
 
 from .assemble import MAX_BYTES
 from .check_transformers import MAX_LOGIT_DIFFERENCE
+from .measure import STEPS
 
 TRAINING_RESULT, QUALITY_RESULT = "demo_training_glm", "demo_glm"
 COMMAND = "python -m benchmarks.demo_training.run UNPACKED WORK deployments/demo/glm"
@@ -33,8 +34,10 @@ TRIAL_EXACT = {"math": 1.0, "json": 1.0, "recall": 1.0, "edit": 0.5, "define": 0
 an edition should reach."""
 TRIAL_LOSS = {"code": 2.1432, "docs": 2.9121}
 """The trial's held-out losses on text that does not depend on the generators."""
-MEASURES = ("teacher_forced", "long_rows", "distant_recall")
-GENERATED = ("sampled_d5", "sampled_d7", "greedy_d5", "greedy_d7")
+FROZEN_STEPS = ("greedy_d7", "sampled_d5", "sampled_d7")
+"""Steps of :mod:`.measure` over the frozen prompts."""
+FIRST_STEPS = ("teacher_forced", "sampled_d5")
+"""Steps for the edition before."""
 
 Categories = dict[str, dict[str, Any]]
 
@@ -78,9 +81,9 @@ class Figures:
             trunk=read("report-trunk"),
             drafter=read("report-drafter"),
             corpus=read("corpus"),
-            measures=measured("", (*MEASURES, *GENERATED)),
-            frozen=measured("frozen-", ("greedy_d7", "sampled_d5", "sampled_d7")),
-            first=measured("first-", ("teacher_forced", "sampled_d5")),
+            measures=measured("", STEPS),
+            frozen=measured("frozen-", FROZEN_STEPS),
+            first=measured("first-", FIRST_STEPS),
             transformers=read("transformers"),
             weight_bytes=(checkpoint / "model.safetensors").stat().st_size,
         )

@@ -68,11 +68,15 @@ def write_held_out(settings: Settings) -> None:
 def selected(path: Path, count: int = 10**9) -> list[dict[str, Any]]:
     """The first ``count`` prompts of each category of a file."""
     seen: Counter[str] = Counter()
-    items = [json.loads(line) for line in path.read_text("utf-8").split("\n") if line]
-    for item in items:
+    items = []
+    for line in path.read_text("utf-8").split("\n"):
+        if not line:
+            continue
+        item = json.loads(line)
         seen[item["category"]] += 1
-        item["place"] = seen[item["category"]]
-    return [{k: v for k, v in i.items() if k != "place"} for i in items if i["place"] <= count]
+        if seen[item["category"]] <= count:
+            items.append(item)
+    return items
 
 
 def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) -> None:

@@ -37,7 +37,7 @@ class Run:
     """What the phases share.
 
     Attributes:
-        export: writes the weights that this run trains.
+        export: writes the weights of trunk and drafter.
     """
 
     settings: Settings

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
+from .wordlists import words
+
 MANUALS = {
     "python-django-doc": "usr/share/doc/python-django-doc/html",
     "postgresql-doc-15": "usr/share/doc/postgresql-doc-15/html",
@@ -25,29 +27,8 @@ NAVIGATION_LINE = 100
 """The first line at least this long is the first paragraph; what stands more than a title above it
 is navigation."""
 _PLAIN = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u00a0", "''\"\"-- ", "\u00b6")
-_BLOCKS = frozenset(
-    [
-        "p",
-        "div",
-        "li",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "dt",
-        "dd",
-        "pre",
-        "tr",
-        "table",
-        "ul",
-        "ol",
-        "dl",
-        "br",
-        "section",
-    ]
-)
-_DROPPED = frozenset(["script", "style", "head", "nav", "svg", "button"])
+_BLOCKS = frozenset(words("p div li h1 h2 h3 h4 h5 dt dd pre tr table ul ol dl br section"))
+_DROPPED = frozenset(words("script style head nav svg button"))
 _PREFORMATTED = "pre"
 
 

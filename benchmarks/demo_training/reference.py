@@ -1,7 +1,8 @@
 """Independent serving-style reference of the demo in float32: recurrent KDA, absorbed MLA, MTP
 cache.
 
-Owns one request at a time and shares no code with the training model or the serving engine.
+Owns one request at a time and shares no code with the training model or the serving engine, but
+for the reading of packed weights.
 Contexts stay within ``index_topk`` tokens, where indexed attention is dense; longer ones are
 refused. Shapes: W verified rows, H hidden, n residual streams, V vocabulary.
 """

@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from .figures import FIRST_STEPS, FROZEN_STEPS
 from .finish import finish
 from .heldout import FROZEN_PROMPTS
 from .prepare import prepare
@@ -23,8 +25,8 @@ def steps(pack: Path, run: Path, checkpoint: Path) -> list[list[str]]:
     """Module and arguments of every process on the GPU, in their order."""
     tokenizer = ["--tokenizer", str(pack / "tokenizer.json")]
     frozen = ["--tag", "frozen", "--prompts", str(FROZEN_PROMPTS)]
-    frozen += _chosen("greedy_d7", "sampled_d5", "sampled_d7")
-    first = ["--tag", "first", *_chosen("teacher_forced", "sampled_d5")]
+    frozen += _chosen(FROZEN_STEPS)
+    first = ["--tag", "first", *_chosen(FIRST_STEPS)]
     return [
         ["train", "trunk", str(pack), str(run)],
         ["train", "drafter", str(pack), str(run), "--rows", "32"],
@@ -34,7 +36,7 @@ def steps(pack: Path, run: Path, checkpoint: Path) -> list[list[str]]:
     ]
 
 
-def _chosen(*steps: str) -> list[str]:
+def _chosen(steps: Sequence[str]) -> list[str]:
     return [word for step in steps for word in ("--step", step)]
 
 

@@ -14,19 +14,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from benchmarks.support.results import describe_machine
 
 from .assemble import load_shards
 from .corpus import load_corpus, package_licences
@@ -49,11 +49,11 @@ SAMPLED_PREFIXES = (48, 96, 192, 384)
 """Corpus tokens in front of text that the trunk writes."""
 
 
-def export(model: DemoModel, folder: Path, parts: Sequence[str]) -> None:
+def export(model: DemoModel, folder: Path) -> None:
     """Write the published tensors of each part as ``PART-0.safetensors``, ..., each within
     ``SHARD_BYTES`` and whole from the moment it has its name.
     """
-    for part in parts:
+    for part in PARTS:
         _export(model, folder, part)
 
 
@@ -91,20 +91,6 @@ def versions() -> dict[str, str]:
     """Software and device of the run."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"python": platform.python_version(), "torch": torch.__version__, "device": device}
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores and memory of the host, and its GPUs."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    models = [t.split(":", 1)[1].strip() for t in cpuinfo.split("\n") if "model name" in t]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "accelerators": gpus,
-    }
 
 
 def write_corpus_report(settings: Settings) -> None:
@@ -151,7 +137,7 @@ def train(part: str, settings: Settings, resume: Path | None) -> None:
         run.report |= {
             "settings": {k: str(v) for k, v in dataclasses.asdict(settings).items()},
             "versions": versions(),
-            "machine": machine(),
+            "machine": describe_machine().model_dump(),
             "shares": TOKEN_SHARES,
             "long_shares": LONG_SHARES,
         }
@@ -177,9 +163,7 @@ def _run(part: str, settings: Settings, say: Callable[[str], None]) -> Run:
     model = DemoModel(text_config(), kernels).to(device)
     short = Batches(settings, "short", settings.rows, device)
     long = Batches(settings, "long", settings.long_rows, device)
-    run = Run(
-        settings, model, device, short, long, say, partial(export, model, settings.out, PARTS)
-    )
+    run = Run(settings, model, device, short, long, say, partial(export, model, settings.out))
     total, mtp = (sum(p.numel() for p in m.parameters()) for m in (model, model.mtp))
     run.report["parameters"] = {"total": total, "target": total - mtp, "mtp": mtp}
     return run

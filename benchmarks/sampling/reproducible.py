@@ -55,7 +55,7 @@ class Pair:
         return _per_round(self.reproducible.values()) / _per_round(self.plain.values())
 
     def report(self) -> dict[str, Any]:
-        """Accepted drafts a round, plain and reproducible."""
+        """The ratio, accepted drafts a round and CPU seconds: plain first, then reproducible."""
         return {
             "ratio": self.ratio,
             "accepted_per_round": [

@@ -57,18 +57,14 @@ def is_drafter(model: DemoModel, name: str) -> bool:
     return name.startswith(f"{PREFIX}layers.{model.config['num_hidden_layers']}.")
 
 
-def from_published(
-    model: DemoModel, tensors: dict[str, Tensor], *, drafter: bool = True
-) -> DemoModel:
-    """Load published tensors into the model, in place; without ``drafter`` the MTP layer stays.
+def from_published(model: DemoModel, tensors: dict[str, Tensor]) -> DemoModel:
+    """Load published tensors into the model, in place.
 
     Raises:
         KeyError: naming the first tensor that is missing.
     """
     with torch.no_grad():
         for name, own in _named(model):
-            if name.startswith("mtp.") and not drafter:
-                continue
             experts = _expert_names(model, name)
             if experts:
                 own.copy_(torch.stack([tensors[n] for n in experts]).view_as(own))

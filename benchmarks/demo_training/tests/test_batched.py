@@ -1,32 +1,15 @@
 """Batched decoding and generation against the one-request reference, on seeded random weights."""
 
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from benchmarks.demo_training.batched import BatchedSession
 from benchmarks.demo_training.generation import Generation, continued
-from benchmarks.demo_training.network import DemoModel, from_published, to_published
-from benchmarks.demo_training.reference import Reference
-from benchmarks.demo_training.shape import STOP_IDS, text_config
+from benchmarks.demo_training.shape import STOP_IDS
 from benchmarks.demo_training.speculative import Sampling, generate
 
 MAX_DIFFERENCE = 1e-4
 BUDGET = 16
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A random training model and the reference over its exported weights."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(3)
-    torch.set_num_threads(1)
-    tensors = to_published(DemoModel(text_config()))
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"text_config": text_config()}))
-    return from_published(DemoModel(text_config()), tensors).eval(), Reference(folder)
 
 
 def random_ids(seed, *shape):

@@ -14,7 +14,7 @@ from benchmarks.demo_training.phases import token_weights
 from benchmarks.demo_training.prose import page_text
 from benchmarks.demo_training.shape import MARKERS, text_config
 from benchmarks.demo_training.storage import round_in_place, seen_as_stored, stored_format
-from benchmarks.demo_training.train import PARTS, export
+from benchmarks.demo_training.train import export
 from flare_ray.config import EngineConfig
 from flare_ray.device.prepare import make_plan
 from flare_ray.device.weights.formats import WeightFormat
@@ -110,7 +110,7 @@ def test_assembled_folder_is_what_the_recipe_lists(model, tmp_path):
     run.mkdir()
     pack.mkdir()
     (pack / "tokenizer.json").write_text("{}")
-    export(model, run, PARTS)
+    export(model, run)
     assemble(run, pack, folder)
     config = EngineConfig(checkpoint=str(folder), device="cpu", dtype="float32", context_tokens=256)
     plan = make_plan(config)
