@@ -155,7 +155,8 @@ def _problems(manifest: PreparedManifest, held: PreparedManifest) -> Iterator[st
         ours, theirs = getattr(manifest, name), getattr(held, name)
         if ours > theirs:
             yield f"{name} is {ours}, the core holds {theirs}"
-    missing = [shape for shape in manifest.shapes if shape not in set(held.shapes)]
+    prepared = set(held.shapes)
+    missing = [shape for shape in manifest.shapes if shape not in prepared]
     if missing:
         first = missing[0]
         yield (

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from flare_ray.device.ops.lifetimes import Lifetime, assign_places
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.replay import Pool, record, repeatable
+from flare_ray.errors import ContractViolation
 
 SIZE = 12
 
@@ -82,6 +83,7 @@ def test_a_constant_that_is_overwritten_starts_anew_each_time():
         lambda x, i: x.unsqueeze(1).expand(SIZE, 2).contiguous().sum(1),
         lambda x, i: torch.full_like(x, 3.0) * x.to(torch.bfloat16),
         lambda x, i: x.to(torch.float8_e4m3fn)[i.clamp(0, SIZE - 1)].float(),
+        lambda x, i: 1 / torch.full_like(x, -0.0).mul_(x.abs()),
     ],
 )
 def test_operators_of_many_forms_are_repeated_bit_by_bit(expression):
@@ -130,6 +132,13 @@ def test_whole_calls_are_repeated_with_the_values_of_the_replay():
 
     checked(lambda: out.copy_(exchange(x + 1) * 2), [x], [out])
     assert len(calls) == 2 + 2 * 3
+
+
+def test_a_program_that_reads_a_value_is_refused_and_the_next_one_recorded():
+    x, out = torch.ones(SIZE), torch.zeros(SIZE)
+    with pytest.raises(ContractViolation, match="reads a tensor's value"):
+        record(lambda: out.copy_(x * x.sum().item()), Pool())
+    checked(lambda: out.copy_(x * x.sum()), [x], [out])
 
 
 def test_a_value_moves_to_where_a_dead_one_was():

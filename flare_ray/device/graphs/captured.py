@@ -41,14 +41,12 @@ class Recording:
 
     Attributes:
         parts: its graphs, two where a barrier lies between them.
-        drafted: what the first of two parts leaves for the second.
-        drafts: [B, W - 1] int64, what the host sees at the barrier.
+        drafted: what the first of two parts leaves for the second; the host sees its drafts.
     """
 
     variant: Variant
     parts: list[Graph] = field(default_factory=list)
     drafted: Drafted | None = None
-    drafts: Tensor | None = None
 
 
 class CapturedProgram:
@@ -128,11 +126,11 @@ class CapturedProgram:
     def draft(self) -> Tensor:
         """See `Program`."""
         chosen = self._prepared()
-        if not self.shape.has_barrier or chosen.drafts is None:
+        if not self.shape.has_barrier or chosen.drafted is None:
             raise ContractViolation(f"{self.shape} has no barrier")
         self._run(chosen.parts[0])
         self._has_drafted = True
-        return chosen.drafts
+        return chosen.drafted.candidates.drafts
 
     def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
         """See `Program`."""
@@ -173,7 +171,7 @@ class CapturedProgram:
             drafted = body.draft(facts)
             # The answer may replace drafts; where it does not, its fields say so on the device.
             drafted.barrier_copies = True
-            recording.drafted, recording.drafts = drafted, drafted.candidates.drafts
+            recording.drafted = drafted
 
         def verify() -> None:
             assert recording.drafted is not None
@@ -186,7 +184,6 @@ class CapturedBackend:
     """Every program of the manifest over one arena and one pool, see `Backend`.
 
     Args:
-        columns: page-table entries of a slot.
         watches: compare the allocator's count around every replay.
     Attributes:
         model: what its programs run.

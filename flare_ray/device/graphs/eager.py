@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable, Hashable
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -29,6 +31,7 @@ from flare_ray.device.speculation.round import Drafted, Model
 from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 
+T = TypeVar("T")
 WARM_PAGES = 2
 """Page-table columns in view during warm-up: one more than one page, so gathers see two."""
 ALL_FILTERS = FilterBounds(
@@ -79,10 +82,7 @@ class EagerRound:
         if self._facts is None:
             raise ContractViolation("drafts before prepare")
         draft = partial(self._body.draft, self._facts)
-        if self._replays is None:
-            self._drafted = draft()
-        else:
-            self._drafted = self._replays.run(("draft", self.shape, self._facts), draft)
+        self._drafted = self._play(("draft", self.shape, self._facts), draft)
         return self._drafted.candidates.drafts
 
     def constrain(self, plan: RoundPlan, masks: np.ndarray, answer: MaskAnswer) -> None:
@@ -107,19 +107,16 @@ class EagerRound:
             self._run(self._facts)
 
     def _run(self, facts: HostFacts) -> None:
-        run = partial(self._body.run, facts)
-        if self._replays is None:
-            run()
-        else:
-            self._replays.run(("round", self.shape, facts), run)
+        self._play(("round", self.shape, facts), partial(self._body.run, facts))
 
     def _verify(self, drafted: Drafted, facts: HostFacts) -> None:
-        verify = partial(self._body.verify, drafted)
+        key = ("verify", self.shape, facts, drafted.barrier_copies)
+        self._play(key, partial(self._body.verify, drafted), after=drafted)
+
+    def _play(self, key: Hashable, function: Callable[[], T], *, after: object = None) -> T:
         if self._replays is None:
-            verify()
-        else:
-            key = ("verify", self.shape, facts, drafted.barrier_copies)
-            self._replays.run(key, verify, after=drafted)
+            return function()
+        return self._replays.run(key, function, after=after)
 
     def _is_idle(self) -> bool:
         """Whether no lane would run: all requests of a round queued behind their last one have

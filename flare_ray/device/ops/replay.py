@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from flare_ray.device.ops.lifetimes import Lifetime, assign_places
+from flare_ray.errors import ContractViolation
 
 T = TypeVar("T")
 
@@ -123,6 +124,8 @@ def record(function: Callable[[], T], pool: Pool) -> Recorded[T]:
         function: takes its inputs from, and leaves its outputs in, tensors at fixed addresses. It
             has run before: what it caches on its first run must not end up in the pool.
         pool: where values that are dead at its end go.
+    Raises:
+        ContractViolation: it reads a tensor's value.
     """
     recorder = _Recorder()
     _active.recorder = recorder
@@ -210,6 +213,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            raise ContractViolation(
+                f"a program that is recorded reads a tensor's value ({func}), which a replay would "
+                "not do again; decide on the device, or by what the host knows"
+            )
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
@@ -328,7 +336,7 @@ def _writing(
     args, kwargs = given
     if constant:
         value = results[0].clone()
-        if not value.any():
+        if _same_bits(value, torch.zeros_like(value)):
             return functools.partial(Tensor.zero_, results[0])
         return functools.partial(Tensor.copy_, results[0], value)
     if name in _COPIES:

@@ -31,7 +31,7 @@ from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.weights.budget import shard_bounds
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
 from flare_ray.errors import CheckpointError, ConfigError
-from flare_ray.recipes.declaration import ROWS, Communicator
+from flare_ray.recipes.declaration import Communicator
 from flare_ray.recipes.deepseek_v41.attention import (
     Attention,
     AttentionWeights,
@@ -335,7 +335,7 @@ def _table(reader: Reader, name: str) -> EmbeddingTable:
 def _table_rows(reader: Reader, name: str) -> TableRows:
     """This rank's columns, packed where they are stored so: dequantised they would be four times
     as large."""
-    parts = reader.weights.quantised(name, split=reader.split(ROWS))
+    parts = reader.packed_rows(name)
     if parts is None:
         return PlainRows(reader.rows(name))
     if not isinstance(parts, Fp8BlockParts) or parts.block[0] != 1:
