@@ -140,10 +140,11 @@ class PrefixCache:
 
     def _device_stats(self) -> TierStats:
         snapshots, index = self.snapshots, self.snapshots.index
+        held = len(index)
         return TierStats(
             tier=str(Tier.DEVICE),
-            snapshots=len(index),
-            used_bytes=len(index) * index.row_bytes,
+            snapshots=held,
+            used_bytes=held * index.row_bytes,
             limit_bytes=index.rows * index.row_bytes,
             saved_tokens=snapshots.saved_tokens,
             saved_bytes=snapshots.saved_bytes,

@@ -330,14 +330,13 @@ class Planner:
         grants: list[PageGrant] = []
         lanes = []
         most_tokens = 0
-        for live, ceiling, copied in zip(decoding, ceilings, copies, strict=True):
-            drafts = min(ceiling, shape.draft_tokens)
-            copied = copied[:drafts]
+        for live, asked, copied in zip(decoding, cohort.lanes, copies, strict=True):
+            drafts = min(asked.ceiling, shape.draft_tokens)
+            copied, sources = copied[:drafts], asked.sources[:drafts]
             bound = live.consumed_bound
             self._grant(live, bound + drafts + 1, grants)
             most_tokens = max(most_tokens, bound + shape.verify_width)
             row = masks.take(live, drafts + 1, filled=not shape.has_barrier)
-            sources = _sources(copied)
             lanes.append(LanePlan(live.slot, live.epoch, drafts, copied, sources, mask_row=row))
             live.in_flight.append(Unanswered(drafts + 1, 1))
             self._last_round_of[live.uid] = self._next_round

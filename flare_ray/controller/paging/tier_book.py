@@ -81,6 +81,8 @@ class TierBook:
         self.disk_bytes = 0
         self.counts = {tier: TierCounts() for tier in (Tier.HOST, Tier.DISK)}
         self.deletions: list[KeptPrefix] = []
+        # Findable prefixes by tier: asked for in every iteration.
+        self._held = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
         self._map: PrefixMap[KeptPrefix] = PrefixMap()
         self._doomed: set[KeptPrefix] = set()
         self._now = 0
@@ -105,9 +107,8 @@ class TierBook:
     def held(self, tier: Tier) -> tuple[int, int]:
         """(prefixes, bytes) of a tier."""
         if tier is Tier.HOST:
-            used = self.regions.total_bytes - self.regions.free_bytes
-            return sum(kept.in_host for kept in self), used
-        return sum(kept.on_disk for kept in self), self.disk_bytes
+            return self._held[tier], self.regions.total_bytes - self.regions.free_bytes
+        return self._held[tier], self.disk_bytes
 
     def used(self, kept: KeptPrefix, *, hit: bool) -> None:
         """The prefix was restored (`hit`), or is in use in the device tier."""
@@ -127,6 +128,16 @@ class TierBook:
     def add(self, kept: KeptPrefix) -> None:
         """Put a prefix that has a place into the map."""
         self._map.add(kept)
+
+    def filled(self, kept: KeptPrefix) -> None:
+        """A prefix's region holds it on every rank."""
+        kept.in_host = True
+        self._held[Tier.HOST] += 1
+
+    def written(self, kept: KeptPrefix) -> None:
+        """A prefix's files and its manifest are whole."""
+        kept.on_disk = True
+        self._held[Tier.DISK] += 1
 
     # Places.
 
@@ -186,6 +197,7 @@ class TierBook:
         """Take a prefix's region back."""
         if kept.offset >= 0:
             self.regions.give(kept.offset, kept.num_bytes)
+        self._held[Tier.HOST] -= kept.in_host and not kept.doomed
         kept.offset, kept.in_host = -1, False
         self._forget_if_nowhere(kept)
 
@@ -196,6 +208,7 @@ class TierBook:
             self.deletions.append(
                 KeptPrefix(kept.trace, kept.tokens, entry=kept.entry, name=kept.name)
             )
+        self._held[Tier.DISK] -= kept.on_disk and not kept.doomed
         kept.name, kept.on_disk, kept.file_bytes, kept.checksums = "", False, 0, ()
         self._forget_if_nowhere(kept)
 
@@ -219,6 +232,8 @@ class TierBook:
                 continue
             dropped += 1
             if kept.busy:
+                self._held[Tier.HOST] -= kept.in_host
+                self._held[Tier.DISK] -= kept.on_disk
                 kept.doomed = True
                 self._doomed.add(kept)
                 self._map.remove(kept)
@@ -246,6 +261,12 @@ class TierBook:
                 f"disk tier: {self.disk_bytes} bytes by count, {files} by file, at most "
                 f"{self.disk_limit}"
             )
+        found = {
+            Tier.HOST: sum(kept.in_host for kept in self),
+            Tier.DISK: sum(kept.on_disk for kept in self),
+        }
+        if found != self._held:
+            raise ContractViolation(f"prefixes by tier: {self._held} by count, {found} by prefix")
         if any(kept.offset < 0 and not kept.name for kept in self):
             raise ContractViolation("a prefix is kept that lies nowhere")
 

@@ -311,7 +311,7 @@ class Tiers:
             raise ContractViolation(f"a snapshot could not be copied to the host: {outcome.text}")
         if kept.doomed:
             return
-        kept.in_host = True
+        self.book.filled(kept)
         _count_saved(self.book.counts[Tier.HOST], kept, kept.num_bytes)
         if self._disk is not None and not kept.name:
             self._to_write.append(kept)
@@ -354,7 +354,7 @@ class Tiers:
         if outcome.fault:
             self._stop_writing(kept, outcome)
             return
-        kept.on_disk = True
+        self.book.written(kept)
         _count_saved(self.book.counts[Tier.DISK], kept, kept.file_bytes)
 
     def _stop_writing(self, kept: KeptPrefix, outcome: TierOutcome) -> None:
@@ -382,7 +382,7 @@ class Tiers:
             if not kept.doomed:
                 self._reject(kept, outcome)
             return
-        kept.in_host = True
+        self.book.filled(kept)
         self._load(restore)
 
     def _reject(self, kept: KeptPrefix, outcome: TierOutcome) -> None:
@@ -458,7 +458,7 @@ class Tiers:
             kept = self.book.new(stored.trace, stored.tokens)
             kept.name, kept.checksums = stored.stem, stored.checksums
             if self.book.get(kept.key) is None and self.book.disk_place(kept, stored.file_bytes):
-                kept.on_disk = True
+                self.book.written(kept)
                 self.book.add(kept)
             else:
                 self.book.deletions.append(kept)

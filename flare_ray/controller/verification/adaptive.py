@@ -169,7 +169,7 @@ class AdaptivePolicy:
         elif self._objective == "latency":
             joined = (lanes * lanes / (1.0 / expected).sum(0)).tolist()
         else:
-            joined = (lanes * np.exp(np.log(expected).mean(0))).tolist()
+            joined = (lanes * np.exp(np.log(expected).sum(0) / lanes)).tolist()
         return [joined[price.shape.verify_width - 1] for price in candidates]
 
     def _keep(

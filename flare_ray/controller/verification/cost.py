@@ -62,7 +62,6 @@ class Price:
         weight: rounds it counts as, its start included, each as far as it taught something; 0 = a
             guess that nothing supports.
         samples: rounds of its own; never above MEMORY_ROUNDS.
-        measured: it started at a measurement.
         last_round: the table's round in which it last ran; 0 = never.
         share: part of the level that rested on its own rounds after its last one.
         is_trusted: enough rounds of it were measured, here or at start-up.
@@ -74,7 +73,6 @@ class Price:
     relative: float = 1.0
     weight: float = 0.0
     samples: int = 0
-    measured: bool = False
     last_round: int = 0
     share: float = 0.0
     is_trusted: bool = False
@@ -121,7 +119,7 @@ class CostTable:
         self._recent = (1.0, 1.0)
         self._guesses_hold = False
         self._prices = {
-            shape: Price(shape, float(cost), MEASURED_WEIGHT, measured=True, is_trusted=True)
+            shape: Price(shape, float(cost), MEASURED_WEIGHT, is_trusted=True)
             for shape, cost in (measured_ns or {}).items()
         }
 

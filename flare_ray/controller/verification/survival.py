@@ -252,8 +252,9 @@ class _SourceTable:
         for _, tested, passed in rows:
             forecast = variance = 0.0
             for count, chance in zip(tested, prior, strict=True):
-                forecast += count * chance
-                variance += count * chance * (1.0 - chance)
+                likely = count * chance
+                forecast += likely
+                variance += likely * (1.0 - chance)
             sums.append((sum(tested), sum(passed), forecast, variance))
         self._spread.observe_few([(passes - forecast, v) for _, passes, forecast, v in sums])
         half = self._spread.strength / 2
@@ -262,12 +263,14 @@ class _SourceTable:
             shift /= (total - passes + half) * (forecast + half)
             chances, expected = [], []
             previous = survival = emitted = 1.0
-            for depth in range(MAX_DRAFTS):
-                shifted = shift * prior[depth]
-                shifted /= 1.0 - prior[depth] + shifted
-                weight = REQUEST_STRENGTH / (tested[depth] + REQUEST_STRENGTH)
-                chance = passed[depth] / (tested[depth] + REQUEST_STRENGTH) + weight * shifted
-                chance -= max(shifted - previous, 0.0) * weight / 2
+            for usual, tests, own in zip(prior, tested, passed, strict=True):
+                shifted = shift * usual
+                shifted /= 1.0 - usual + shifted
+                strength = tests + REQUEST_STRENGTH
+                weight = REQUEST_STRENGTH / strength
+                chance = own / strength + weight * shifted
+                if shifted > previous:
+                    chance -= (shifted - previous) * weight / 2
                 survival *= chance
                 emitted += survival
                 previous = chance
