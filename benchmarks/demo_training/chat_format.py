@@ -4,13 +4,12 @@ an answer is read back.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from importlib import resources
 from typing import Any, TypedDict
 
-Message = dict[str, Any]
+from flare_ray.workload.generators.base import Message, to_json
 
 TOOL_HEADER = (
     "\n# Tools\n\nYou can call these functions. Signatures, one JSON object per line:\n<tools>\n"
@@ -27,11 +26,6 @@ class Answer(TypedDict):
     reasoning: str
     content: str
     calls: list[dict[str, Any]]
-
-
-def to_json(value: object) -> str:
-    """JSON as the chat template writes it: no escapes for non-ASCII letters, no sorting."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 def raw_value(value: object) -> str:

@@ -22,9 +22,9 @@ from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
 from transformers.cache_utils import DynamicCache
 
 from benchmarks.support.float32_checkpoint import write_float32
+from flare_ray.workload.generators.recall import long_recall
 
 from .chat_format import render
-from .generators.recall import long_recall
 from .heldout import FROZEN_PROMPTS, selected
 from .network import DemoModel, from_published
 

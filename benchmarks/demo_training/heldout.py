@@ -13,8 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.recall import distant_recall
+
 from .chat_format import render
-from .corpus import Corpus, load_corpus
+from .corpus import load_corpus
 from .generators import (
     CATEGORIES,
     CONVERSATIONS,
@@ -24,7 +27,6 @@ from .generators import (
     prompt_case,
     raw_text,
 )
-from .generators.recall import distant_recall
 from .network import DemoModel
 from .packing import packed_rows
 from .settings import Settings

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from tokenizers import Tokenizer
 
-from .corpus import Corpus
+from flare_ray.workload.generators.corpus import Corpus
+
 from .generators import RAW, documents, example
 
 BLOCK_DOCUMENTS = 192

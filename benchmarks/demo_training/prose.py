@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
-from .wordlists import words
+from flare_ray.workload.generators.wordlists import words
 
 MANUALS = {
     "python-django-doc": "usr/share/doc/python-django-doc/html",

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from flare_ray.workload.generators.corpus import Corpus
+
 from .chat_format import chat_template
-from .corpus import Corpus
 from .generators import RAW, TOKEN_SHARES, documents
 from .shape import LONG_ROW, TAGS, VOCAB_SIZE, added_tokens
 

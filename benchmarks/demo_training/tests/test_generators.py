@@ -7,12 +7,13 @@ import re
 
 import pytest
 
-from benchmarks.demo_training.corpus import FOREIGN_LICENCE, Corpus, Gloss
+from benchmarks.demo_training.corpus import FOREIGN_LICENCE
 from benchmarks.demo_training.generators import CATEGORIES, CONVERSATIONS, example
-from benchmarks.demo_training.generators.edits import edit_code
-from benchmarks.demo_training.generators.recall import recall
-from benchmarks.demo_training.generators.records import json_records
-from benchmarks.demo_training.generators.sums import math
+from flare_ray.workload.generators.corpus import Corpus, Gloss
+from flare_ray.workload.generators.edits import edit_code
+from flare_ray.workload.generators.recall import recall
+from flare_ray.workload.generators.records import json_records
+from flare_ray.workload.generators.sums import math
 
 FUNCTION = (
     "def scale(values, factor):\n    result = []\n    for value in values:\n"

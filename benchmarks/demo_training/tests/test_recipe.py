@@ -7,7 +7,6 @@ import torch
 
 from benchmarks.demo_training.assemble import assemble
 from benchmarks.demo_training.card import upstream_licence
-from benchmarks.demo_training.generators.edits import scrambled
 from benchmarks.demo_training.measure import judge
 from benchmarks.demo_training.network import DemoModel, from_published, to_published
 from benchmarks.demo_training.phases import token_weights
@@ -21,6 +20,7 @@ from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.manifest import open_validated
 from flare_ray.device.weights.quantiser import dequantise_tensors, quantise_tensors
 from flare_ray.recipes.declaration import resolve
+from flare_ray.workload.generators.edits import scrambled
 
 FUNCTION = (
     "def scale(values, factor):\n    result = []\n    result.append(factor)\n    return result"

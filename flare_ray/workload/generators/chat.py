@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..corpus import Corpus
-from ..wordlists import (
+from flare_ray.workload.generators.base import Conversation, assistant, turn_count, user
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.wordlists import (
     ANIMALS,
     CAPITAL,
     COLORS,
@@ -21,7 +22,6 @@ from ..wordlists import (
     plural,
     with_article,
 )
-from .base import Conversation, assistant, turn_count, user
 
 
 class Exchange(NamedTuple):

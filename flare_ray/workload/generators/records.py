@@ -6,9 +6,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ..chat_format import to_json
-from ..corpus import Corpus
-from ..wordlists import (
+from flare_ray.workload.generators.base import (
+    Conversation,
+    assistant,
+    noun,
+    to_json,
+    turn_count,
+    user,
+)
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.wordlists import (
     COLORS,
     ITEMS,
     THINGS,
@@ -20,7 +27,6 @@ from ..wordlists import (
     mail_address,
     time_text,
 )
-from .base import Conversation, assistant, noun, turn_count, user
 
 Record = dict[str, Any]
 

@@ -7,11 +7,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..chat_format import Message
-from ..corpus import Corpus
-from ..wordlists import invented_name, words
-from .base import Conversation, assistant, user
-from .records import json_records
+from flare_ray.workload.generators.base import Conversation, Message, assistant, user
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.records import json_records
+from flare_ray.workload.generators.wordlists import invented_name, words
 
 SAFE_NAMES = words(
     """

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-from ..chat_format import Message
-from ..corpus import Corpus
-from ..wordlists import COLORS, THINGS, first_name
-from .base import Conversation, assistant, user
+from flare_ray.workload.generators.base import Conversation, Message, assistant, user
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.wordlists import COLORS, THINGS, first_name
 
 
 def excerpt(r: random.Random, texts: list[str], length: int) -> str:

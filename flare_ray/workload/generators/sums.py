@@ -6,10 +6,10 @@ import itertools
 import random
 from collections.abc import Callable
 
-from ..corpus import Corpus
-from ..wordlists import ITEMS, first_name, plural
-from .base import Conversation, assistant, turn_count, user
-from .chat import Exchange
+from flare_ray.workload.generators.base import Conversation, assistant, turn_count, user
+from flare_ray.workload.generators.chat import Exchange
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.wordlists import ITEMS, first_name, plural
 
 
 def _add_steps(a: int, b: int) -> str:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ..corpus import Corpus
-from ..wordlists import ANIMALS, COLORS, FEELINGS, NAMES, PLACES, THINGS, with_article
-from .base import Conversation, assistant, user
+from flare_ray.workload.generators.base import Conversation, assistant, user
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.wordlists import (
+    ANIMALS,
+    COLORS,
+    FEELINGS,
+    NAMES,
+    PLACES,
+    THINGS,
+    with_article,
+)
 
 
 @dataclass(frozen=True, slots=True)

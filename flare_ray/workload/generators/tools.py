@@ -6,9 +6,20 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..chat_format import Message, to_json
-from ..corpus import Corpus
-from ..wordlists import (
+from flare_ray.workload.generators.base import (
+    Conversation,
+    Message,
+    assistant,
+    noun,
+    to_json,
+    turn_count,
+    user,
+    verb,
+)
+from flare_ray.workload.generators.chat import small_talk
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.records import json_type
+from flare_ray.workload.generators.wordlists import (
     COLORS,
     ITEMS,
     NAMES,
@@ -25,9 +36,6 @@ from ..wordlists import (
     with_article,
     words,
 )
-from .base import Conversation, assistant, noun, turn_count, user, verb
-from .chat import small_talk
-from .records import json_type
 
 Signature = dict[str, Any]
 UNITS = ("celsius", "fahrenheit")
@@ -109,7 +117,7 @@ TOOLS = _known(
 )
 
 
-def _call(name: str, **arguments: Any) -> Call:
+def _call(name: str, arguments: dict[str, Any]) -> Call:
     return Call(TOOLS[name], arguments)
 
 
@@ -120,7 +128,7 @@ def _folder(r: random.Random) -> str:
 def _weather(r: random.Random, corpus: Corpus) -> Case:
     cities = [city_name(r) for _ in range(2 if r.random() < 0.3 else 1)]
     unit = r.choice(UNITS) if r.random() < 0.5 else None
-    calls = [_call("get_weather", city=c, **({"unit": unit} if unit else {})) for c in cities]
+    calls = [_call("get_weather", {"city": c} | ({"unit": unit} if unit else {})) for c in cities]
     skies = ("sunny", "cloudy", "rainy", "windy", "snowy")
     results = [
         {"city": c, "temperature": r.randint(-10, 38), "condition": r.choice(skies)} for c in cities
@@ -138,7 +146,7 @@ def _weather(r: random.Random, corpus: Corpus) -> Case:
 def _search(r: random.Random, corpus: Corpus) -> Case:
     folder, ending = _folder(r), r.choice(("txt", "py", "csv", "md"))
     files = [f"{folder}/{s}.{ending}" for s in r.sample(STEMS, r.randint(1, 4))]
-    call = _call("search_files", pattern=f"*.{ending}", path=folder)
+    call = _call("search_files", {"pattern": f"*.{ending}", "path": folder})
     answer = f"I found {len(files)} file{'s' * (len(files) > 1)}: {', '.join(files)}."
     return Case(f"Find all {ending} files in {folder}.", [call], [{"files": files}], answer)
 
@@ -148,7 +156,7 @@ def _read(r: random.Random, corpus: Corpus) -> Case:
     act = r.choice(("owes", "sent", "needs", "sold"))
     text = f"{first_name(r)} {act} {r.randint(2, 90)} {plural(r.choice(ITEMS))}."
     question = r.choice((f"What is in {path}?", f"Read {path} for me.", f"Open the file {path}."))
-    return Case(question, [_call("read_file", path=path)], [text], f"The file says: {text}")
+    return Case(question, [_call("read_file", {"path": path})], [text], f"The file says: {text}")
 
 
 def _add_event(r: random.Random, corpus: Corpus) -> Case:
@@ -167,7 +175,7 @@ def _add_event(r: random.Random, corpus: Corpus) -> Case:
     question = r.choice(
         (f"Add {title} on {date} at {time}.", f"Put {title} into my calendar for {date}, {time}.")
     )
-    call = _call("add_event", title=title, date=date, time=time)
+    call = _call("add_event", {"title": title, "date": date, "time": time})
     return Case(
         question,
         [call],
@@ -183,7 +191,7 @@ def _list_events(r: random.Random, corpus: Corpus) -> Case:
     question = r.choice((f"What do I have on {date}?", f"List my events for {date}."))
     listed = ", ".join(f"{e['title']} at {e['time']}" for e in events)
     return Case(
-        question, [_call("list_events", date=date)], [events], f"On {date} you have: {listed}."
+        question, [_call("list_events", {"date": date})], [events], f"On {date} you have: {listed}."
     )
 
 
@@ -201,7 +209,7 @@ def _mail(r: random.Random, corpus: Corpus) -> Case:
         )
     )
     question = f'Send an email to {to} with subject "{subject}" and text "{body}"'
-    call = _call("send_email", to=to, subject=subject, body=body)
+    call = _call("send_email", {"to": to, "subject": subject, "body": body})
     return Case(question, [call], [{"sent": True}], f"I sent the email to {to}.")
 
 
@@ -211,7 +219,7 @@ def _currency(r: random.Random, corpus: Corpus) -> Case:
         r.sample(("USD", "EUR", "GBP", "JPY", "CHF", "SEK"), 2),
     )
     value = round(amount * r.uniform(0.5, 2), 2)
-    call = _call("convert_currency", amount=amount, source=source, target=target)
+    call = _call("convert_currency", {"amount": amount, "source": source, "target": target})
     question = f"Convert {amount} {source} to {target}."
     return Case(
         question,
@@ -225,7 +233,7 @@ def _stock(r: random.Random, corpus: Corpus) -> Case:
     symbol = "".join(r.choice("ABCDEFGHIKLMNOPRSTVWX") for _ in range(r.randint(3, 4)))
     price = round(r.uniform(2, 900), 2)
     question = r.choice((f"What is the price of {symbol}?", f"How much is {symbol} stock?"))
-    call = _call("get_stock", symbol=symbol)
+    call = _call("get_stock", {"symbol": symbol})
     return Case(
         question, [call], [{"symbol": symbol, "price": price}], f"{symbol} is at {price} dollars."
     )
@@ -236,14 +244,14 @@ def _timer(r: random.Random, corpus: Corpus) -> Case:
         r.randint(1, 90),
         r.choice(("tea", "pasta", "laundry", "break", "eggs", "cake", "run")),
     )
-    call = _call("set_timer", minutes=minutes, label=label)
+    call = _call("set_timer", {"minutes": minutes, "label": label})
     question = f"Set a {label} timer for {minutes} minutes."
     return Case(question, [call], [{"ok": True}], f"The {label} timer runs for {minutes} minutes.")
 
 
 def _lookup(r: random.Random, corpus: Corpus) -> Case:
     number, name, city = r.randint(1, 9999), f"{first_name(r)} {last_name(r)}", city_name(r)
-    call = _call("lookup_user", user_id=number)
+    call = _call("lookup_user", {"user_id": number})
     result = {"user_id": number, "name": name, "city": city}
     return Case(f"Who is user {number}?", [call], [result], f"User {number} is {name} from {city}.")
 
@@ -251,7 +259,7 @@ def _lookup(r: random.Random, corpus: Corpus) -> Case:
 def _table(r: random.Random, corpus: Corpus) -> Case:
     table, limit = r.choice(("users", "orders", "products", "invoices", "tickets")), r.randint(1, 3)
     rows = [{"id": r.randint(1, 999), "name": first_name(r)} for _ in range(limit)]
-    call = _call("query_table", table=table, limit=limit)
+    call = _call("query_table", {"table": table, "limit": limit})
     answer = "; ".join(f"{x['id']}: {x['name']}" for x in rows) + "."
     return Case(
         f"Show {limit} row{'s' * (limit > 1)} of the {table} table.", [call], [rows], answer
@@ -262,7 +270,7 @@ def _calculator(r: random.Random, corpus: Corpus) -> Case:
     a, b, operator = r.randint(10, 999), r.randint(10, 99), r.choice("+-*")
     value = {"+": a + b, "-": a - b, "*": a * b}[operator]
     expression = f"{a} {operator} {b}"
-    call = _call("calculate", expression=expression)
+    call = _call("calculate", {"expression": expression})
     return Case(
         f"Use the calculator: {expression}", [call], [{"result": value}], f"{expression} = {value}."
     )

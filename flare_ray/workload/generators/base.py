@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any, NamedTuple
 
-from ..chat_format import Message
-from ..corpus import Corpus
+from flare_ray.workload.generators.corpus import Corpus
+
+Message = dict[str, Any]
+
+
+def to_json(value: object) -> str:
+    """JSON as the chat template writes it: no escapes for non-ASCII letters, no sorting."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 class Conversation(NamedTuple):

@@ -1,4 +1,4 @@
-"""Seeded generators of training documents and evaluation prompts, ten categories.
+"""Training documents and evaluation prompts of ten categories, from the shared generators.
 
 Every generator takes a ``random.Random`` and a :class:`~benchmarks.demo_training.corpus.Corpus`;
 the same seed on the same installed packages gives the same text.
@@ -10,16 +10,17 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..chat_format import render
-from ..corpus import Corpus
-from .base import Conversation
-from .chat import chat, define
-from .edits import edit_code
-from .recall import excerpt, recall
-from .records import json_records
-from .story import story
-from .sums import math
-from .tools import tool_use, with_system_prompt
+from flare_ray.workload.generators.base import Conversation
+from flare_ray.workload.generators.chat import chat, define
+from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.edits import edit_code
+from flare_ray.workload.generators.recall import excerpt, recall
+from flare_ray.workload.generators.records import json_records
+from flare_ray.workload.generators.story import story
+from flare_ray.workload.generators.sums import math
+from flare_ray.workload.generators.tools import tool_use, with_system_prompt
+
+from .chat_format import render
 
 CONVERSATIONS: dict[str, Callable[[random.Random, Corpus], Conversation]] = {
     "chat": chat,

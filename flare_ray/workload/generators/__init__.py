@@ -1,0 +1,1 @@
+"""Seeded generators of conversations and recorded tool use; training and workload share them."""
