@@ -66,6 +66,7 @@ HOST_ROOMS = (
     "flare_ray.rng",
     "flare_ray.errors",
     "flare_ray.recipes.declaration",
+    "flare_ray.workload",
 )
 RAY_ROOMS = (
     "flare_ray.actors",

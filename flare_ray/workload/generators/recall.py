@@ -87,6 +87,13 @@ def _question(codes: dict[str, int], key: str) -> tuple[Message, str]:
     return user(f"What is the code of {key}?"), f"The code of {key} is {codes[key]}."
 
 
+def far_recall(r: random.Random, corpus: Corpus, length: int) -> tuple[list[Message], str]:
+    """A few codes, a text of ``length`` characters, a question about one code, and the answer."""
+    messages, codes = _far_list(r, corpus, r.randint(4, 16), length)
+    question, answer = _question(codes, r.choice(list(codes)))
+    return [*messages, question], answer
+
+
 def long_recall(r: random.Random, count: int) -> tuple[list[Message], str]:
     """A list of ``count`` codes (at most 260), a question about one of them, and the answer."""
     messages, codes = _list(r, count)
