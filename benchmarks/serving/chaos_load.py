@@ -2,6 +2,8 @@
 
 complete       the whole answer
 error_status   a status above 399 in the API's error form
+proxy_status   a status above 499 in plain text: Serve's proxy speaks for a replica that died
+               before it answered, and knows no API's error form; clients tell it by its status
 error_event    a stream whose last event is an error
 connection     the connection broke, or was refused: a client can tell this from an answer
 truncated      a 200 that ended without its end, or an error that was not the last thing said
@@ -22,7 +24,7 @@ import httpx
 
 from benchmarks.serving.workload import Prompt
 
-CLEAR = ("complete", "error_status", "error_event", "connection")
+CLEAR = ("complete", "error_status", "proxy_status", "error_event", "connection")
 END_NAMES = (*CLEAR, "truncated", "silent")
 REQUEST_LIMIT_S = 150.0
 """Longer than a request may wait for an engine to be rebuilt, and run."""
@@ -32,6 +34,8 @@ WHOLE_RATIO = 0.3
 PAUSE_S = 0.3
 MAX_NOTED = 20
 DATA = "data: "
+OWN = "request-id"
+"""A header of every response that an HTTP replica wrote itself; Serve's proxy has none of it."""
 
 
 class Clients:
@@ -93,6 +97,8 @@ def end_of_whole(answer: httpx.Response) -> tuple[str, str]:
     try:
         document: dict[str, Any] = answer.json()
     except ValueError:
+        if answer.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and OWN not in answer.headers:
+            return "proxy_status", answer.text[:200]
         return "truncated", f"status {answer.status_code} without JSON: {answer.text[:200]!r}"
     if answer.status_code == httpx.codes.OK:
         choices = document.get("choices") or [{}]

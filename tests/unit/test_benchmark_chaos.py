@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.serving import chaos
 from benchmarks.serving.chaos import BOUNDS, Kills, chaos_metrics
-from benchmarks.serving.chaos_load import end_of_events, end_of_whole
+from benchmarks.serving.chaos_load import OWN, end_of_events, end_of_whole
 from benchmarks.serving.workload import PROMPTS
 
 CHUNK = json.dumps({"choices": [{"delta": {"content": "a"}, "finish_reason": None}]})
@@ -41,12 +41,18 @@ def test_a_stream_is_complete_ends_with_one_error_or_is_truncated(events, end):
         (200, '{"choices": [{"finish_reason": "stop"}], "usage": {"total_tokens": 1}}', "complete"),
         (200, '{"choices": [{"finish_reason": null}]}', "truncated"),
         (503, '{"error": {"message": "no engine is ready"}}', "error_status"),
-        (500, "Internal Server Error", "truncated"),
+        (500, "Internal Server Error", "proxy_status"),
+        (404, "Not Found", "truncated"),
         (503, "{}", "truncated"),
     ],
 )
 def test_an_answer_is_complete_an_error_in_the_apis_form_or_truncated(status, body, end):
     assert end_of_whole(httpx.Response(status, text=body))[0] == end
+
+
+def test_plain_text_that_a_replica_wrote_itself_is_no_clear_end():
+    answer = httpx.Response(500, text="Internal Server Error", headers={OWN: "7"})
+    assert end_of_whole(answer)[0] == "truncated"
 
 
 @pytest.mark.parametrize(
