@@ -22,12 +22,13 @@ from .figures import (
     Figures,
     acceptance_table,
     held_out_table,
+    prose_emitted,
     results,
     served_quality,
     table,
 )
 from .prose import MANUALS
-from .shape import LONG_ROW, MTP_DEPTH, SHORT_ROW
+from .shape import LONG_ROW, MTP_DEPTH, SHORT_ROW, TEMPERATURE, TOP_P
 
 WIDTH = 98
 NOTICES = ("WordNet-3.0.txt", "PSF-2.0.txt", *(f"{package}.txt" for package in MANUALS))
@@ -91,9 +92,11 @@ stored form.
 
 The target part loads in transformers 5.24 (`Glm5NextForConditionalGeneration`; `layers.6.*` is
 reported as unexpected, the unused vision tower as missing) once its matrices are written out as
-floats (`benchmarks/support/float32_checkpoint.py`). Chat template, stop ids and sampling defaults
-(temperature 1.0, top-p 0.95) follow the published model; the tokenizer is its own, 8,192 entries,
-byte-level with single digits, the first edition's.
+floats (`benchmarks/support/float32_checkpoint.py`). Chat template and stop ids follow the
+published model. The default sampling is temperature {TEMPERATURE}, top-p {TOP_P}, where the
+published model and the first edition have temperature 1.0: a model of this size copies and counts
+noticeably worse at 1.0 (figures of both below). The tokenizer is its own, 8,192 entries, byte-level
+with single digits, the first edition's.
 """
 
 
@@ -115,7 +118,9 @@ Token weights by category, by length of row:
 - code, edit: Python files and functions of 3 to 40 lines of the standard library and the packages
   below; each producer reads its own random choice of files (one of them: {c["files"]} files,
   {c["functions"]:,} functions, {sum(c["characters_by_package"].values()) / 1e6:.1f} M
-  characters). In a third of the edits names of the function are replaced by invented ones.
+  characters). In a third of the edits names of the function are replaced by invented ones,
+  two in five are followed by a second edit, and one in eight is a text to be copied as it is;
+  held-out edits are single ones of functions as they are.
 - docs: Python documentation sources ({c["docs"]} documents, {c["docs_characters"] / 1e6:.1f} M
   characters), long docstrings of the same files, and prose ({c["prose"]} pages,
   {c["prose_characters"] / 1e6:.1f} M characters): the manuals of Django, PostgreSQL, SQLite and
@@ -173,8 +178,9 @@ One {v["device"]}, torch {v["torch"]}, Python {v["python"]}; trunk and drafter a
 
 - **Trunk**: cross-entropy of the next token plus {s["mtp_weight"]} times the MTP layer's of the
   token after it, the trunk not detached; weight one inside assistant turns and raw text,
-  {s["prompt_weight"]} in prompts. AdamW (0.9, 0.95), linear warm-up and decay to zero, weight
-  decay 0.1 on matrices, clip 1.0, bfloat16 products with float32 streams and delta rule.
+  {s["prompt_weight"]} in prompts. Orthogonalised momentum (Muon) on the hidden matrices, AdamW
+  (0.9, 0.95) on the rest, linear warm-up and decay to zero, weight decay 0.1 on matrices, clip 1.0,
+  bfloat16 products with float32 streams and delta rule.
   Documents are packed; nothing masks one from the next. In the last {float(s["long_ratio"]):.0%}
   of the time every second batch has rows of {LONG_ROW} tokens, in the last
   {float(s["rounded_ratio"]):.0%} products see the weights in their stored form
@@ -182,7 +188,7 @@ One {v["device"]}, torch {v["torch"]}, Python {v["python"]}; trunk and drafter a
 - **Drafter**: the MTP layer on; trunk frozen in its stored form; {MTP_DEPTH} recursive steps for
   every position at once, towards the trunk's own distribution (half soft cross-entropy, one total
   variation, a tenth ground truth). Half of the rows are the corpus', half were begun by the
-  corpus and written on by the trunk at the default sampling.
+  corpus and written on by the trunk at temperature one.
 - **Index**: scorers alone, towards the pooled attention mass of their own layer. Mass held by the
   128 chosen pools of four tokens, two target layers and MTP layer: {before} before, {after}
   after.
@@ -197,7 +203,7 @@ def exactness(f: Figures) -> str:
     """Answers that have one right form, and the comparison with transformers."""
     q, m, t = served_quality(f), f.measures, f.transformers
     recall, rows, edit = m["distant_recall"], m["long_rows"], m["sampled_d5"]["edit"]
-    first = f.first["sampled_d5"]
+    first, unit, first_unit = f.first["sampled_d5"], m["unit_d5"], f.first["unit_d5"]
     return f"""Unconstrained, at the default sampling (first edition in brackets): tool calls with
     exactly the expected name and arguments {q["tool_valid_ratio"]:.3f}
     ({first["tool"]["call_exact"]:.3f}), JSON that parses {q["json_valid_ratio"]:.3f}
@@ -207,6 +213,15 @@ def exactness(f: Figures) -> str:
     ({first["edit"]["exact_short"]:.3f}), sums right {m["sampled_d5"]["math"]["exact"]:.3f}
     ({first["math"]["exact"]:.3f}). "Exact answers" means little for story, chat and define under
     sampling: several answers are right.
+
+At temperature 1.0, top-p {TOP_P} (first edition in brackets): tool calls
+    {unit["tool"]["call_exact"]:.3f} ({first_unit["tool"]["call_exact"]:.3f}), JSON right
+    {unit["json"]["exact"]:.3f} ({first_unit["json"]["exact"]:.3f}), edits
+    {unit["edit"]["exact"]:.3f} ({first_unit["edit"]["exact"]:.3f}), of at most 12 lines
+    {unit["edit"]["exact_short"]:.3f} ({first_unit["edit"]["exact_short"]:.3f}); tokens a round at
+    five drafts {unit["tool"]["mean_emitted_per_round"]:.2f}
+    ({first_unit["tool"]["mean_emitted_per_round"]:.2f}) on tool calls and
+    {prose_emitted(unit):.2f} ({prose_emitted(first_unit):.2f}) on prose.
 
 A code more than 2,048 tokens back ({recall["shortest_tokens"]} to {recall["longest_tokens"]}
 tokens, {recall["prompts"]} questions): right with probability {recall["sparse_sampled"]:.3f} at
@@ -242,7 +257,7 @@ selection budget as configured, {q["prompts_per_category"]} held-out prompts a c
 (docs and define) has a mean of {q["mean_emitted_d5_prose"]} tokens a round at five drafts, tool
 calls {q["mean_emitted_d5_tool"]}.
 
-Temperature 1.0, top-p 0.95:
+Temperature {TEMPERATURE}, top-p {TOP_P}:
 
 {acceptance_table(m["sampled_d5"], m["sampled_d7"])}
 

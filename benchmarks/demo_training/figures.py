@@ -36,7 +36,7 @@ TRIAL_LOSS = {"code": 2.1432, "docs": 2.9121}
 """The trial's held-out losses on text that does not depend on the generators."""
 FROZEN_STEPS = ("greedy_d7", "sampled_d5", "sampled_d7")
 """Steps of :mod:`.measure` over the frozen prompts."""
-FIRST_STEPS = ("teacher_forced", "sampled_d5")
+FIRST_STEPS = ("teacher_forced", "sampled_d5", "unit_d5")
 """Steps for the edition before."""
 
 Categories = dict[str, dict[str, Any]]
@@ -207,6 +207,19 @@ def served_quality(f: Figures) -> dict[str, float]:
     }
 
 
+def temperature_one(f: Figures) -> dict[str, float]:
+    """The same at the temperature of the published model, for comparison."""
+    unit = f.measures["unit_d5"]
+    return {
+        "tool_valid_ratio": unit["tool"]["call_exact"],
+        "json_correct_ratio": unit["json"]["exact"],
+        "edit_equal_short_ratio": unit["edit"]["exact_short"],
+        "edit_equal_ratio": unit["edit"]["exact"],
+        "mean_emitted_d5_tool": unit["tool"]["mean_emitted_per_round"],
+        "mean_emitted_d5_prose": prose_emitted(unit),
+    }
+
+
 SERVED_BOUNDS = (
     Bound(metric="quality.prompts_per_category", operator=">=", value=200),
     Bound(metric="quality.tool_valid_ratio", operator=">=", value=0.9),
@@ -249,6 +262,7 @@ def results(f: Figures) -> list[BenchmarkResult]:
     }
     served = {
         "quality": served_quality(f),
+        "temperature_one": temperature_one(f),
         "held_out_prompts": without_samples(f.measures),
         "first_edition": without_samples(f.first),
     }

@@ -36,23 +36,23 @@ RAW = ("code", "docs")
 CATEGORIES = (*CONVERSATIONS, *RAW)
 
 TOKEN_SHARES = {
-    "chat": 6,
-    "define": 9,
+    "chat": 5,
+    "define": 8,
     "story": 4,
-    "math": 8,
+    "math": 7,
     "json": 9,
-    "tool": 14,
-    "edit": 24,
+    "tool": 13,
+    "edit": 31,
     "recall": 5,
-    "code": 13,
+    "code": 10,
     "docs": 8,
 }
 """Per cent of training tokens. Templates are learnt early; exact copying of edited functions takes
 the most.
 """
 LONG_SHARES = TOKEN_SHARES | {
-    "recall": 16,
-    "edit": 20,
+    "recall": 14,
+    "edit": 26,
     "tool": 12,
     "define": 5,
     "json": 8,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .network.layers import Mla
 from .phases import CLIP_NORM, Clock, Run, learning_rate, trunk_states
-from .storage import round_in_place, seen_as_stored
+from .storage import StoredView, round_in_place
 
 QUERY_ROWS = 192
 PEAK_RATE = 1e-3
@@ -102,6 +102,7 @@ def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
     model.eval()
     optimizer = torch.optim.AdamW(trained, PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     tap, clock, steps = InputTap(layers), Clock(run.settings.index_s), -2
+    view = StoredView(model, names)
     top_k = model.config["index_topk"] // model.config["index_kpool"]
     first_kept: list[float] = []
     kept: list[float] = []
@@ -109,7 +110,7 @@ def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
         if steps == 0:
             run.synchronize()
             clock.start()
-        with seen_as_stored(model, names, True):
+        with view.seen():
             losses, shares = _step_losses(run, layers, tap, top_k)
             torch.stack(losses).sum().backward()
         for group in optimizer.param_groups:

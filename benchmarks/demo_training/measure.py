@@ -8,7 +8,8 @@ Everything in float32 on the weights as they are stored, with the configuration'
 - questions about codes more than 2,048 tokens back: how often greedy and how probably sampled text
   gives the expected answer;
 - speculative answers to the held-out prompts at the default sampling and greedy, with 5 and 7
-  drafts: acceptance by depth, exact answers, tool calls, JSON, edits by length.
+  drafts, and at temperature one with 5: acceptance by depth, exact answers, tool calls, JSON, edits
+  by length.
 
 OUT gets one JSON file a step, so that a run that is cut off leaves the finished ones.
 """
@@ -33,7 +34,7 @@ from .chat_format import expected_answer, parse_answer, render
 from .generation import Answers, Generation
 from .heldout import LONG_ROWS, PROMPTS_FILE, RECALL_FILE, ROWS_FILE, selected, teacher_forced
 from .network import DemoModel, from_published
-from .shape import MTP_DEPTH, STOP_IDS, text_config
+from .shape import MTP_DEPTH, STOP_IDS, TEMPERATURE, TOP_P, text_config
 from .speculative import Sampling, distribution
 from .storage import round_in_place
 
@@ -43,8 +44,9 @@ SLACK = 64
 SHORT_EDIT_LINES = 12
 BATCH = 1000
 MODES = {
-    "sampled_d5": (1.0, 0.95, 5),
-    "sampled_d7": (1.0, 0.95, MTP_DEPTH),
+    "sampled_d5": (TEMPERATURE, TOP_P, 5),
+    "sampled_d7": (TEMPERATURE, TOP_P, MTP_DEPTH),
+    "unit_d5": (1.0, TOP_P, 5),
     "greedy_d5": (0.0, 1.0, 5),
     "greedy_d7": (0.0, 1.0, MTP_DEPTH),
 }
@@ -89,7 +91,7 @@ def distant_recall(
     product of its tokens' probabilities.
     """
     items = [json.loads(t) for t in (folder / RECALL_FILE).read_text("utf-8").split("\n") if t]
-    sampling = Sampling(1.0, 0.95, 1, 1, frozenset())
+    sampling = Sampling(TEMPERATURE, TOP_P, 1, 1, frozenset())
     report: dict[str, Any] = {"prompts": len(items)}
     for name, budget in (("dense", None), ("sparse", model.config["index_topk"])):
         model.set_budget(budget)

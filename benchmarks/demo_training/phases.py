@@ -14,17 +14,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .muon import HiddenMatrix, Muon
 from .network import DemoModel
 from .network.functional import DraftTarget
 from .pool import Batches
 from .settings import Settings
 from .shape import MARKERS, MTP_DEPTH, SHORT_ROW, VOCAB_SIZE
-from .storage import seen_as_stored
+from .storage import StoredView
 
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
 MIXER_RATE = 0.15
 """Learning-rate factor of ``hc_*_fn``: 1,024 inputs of unit size make Adam's steps large."""
+SMALLEST_HIDDEN = 64
 DEPTH_DECAY = 0.95
 WARM_STEPS = 4
 WARM_UP = 0.02
@@ -136,27 +138,33 @@ def _replace(path: Path, text: str) -> None:
     partial.rename(path)
 
 
-def trunk_optimizer(run: Run) -> torch.optim.AdamW:
-    """AdamW in three groups: decayed matrices, slow mixer projections, and the rest."""
-    matrices, mixers, rest = [], [], []
+def trunk_optimizers(run: Run) -> list[torch.optim.Optimizer]:
+    """Orthogonalised momentum for the hidden matrices; AdamW for small matrices, slow mixer
+    projections, embedding, head and the rest. Every group has its ``factor`` of the rate.
+    """
+    hidden, small, mixers, rest = [], [], [], []
     for name, parameter in run.model.named_parameters():
         if ".indexer." in name:
             continue
         if name.endswith("_fn"):
             mixers.append(parameter)
-        elif parameter.dim() >= 2 and not any(s in name for s in ("embed", "lm_head", "conv1d")):
-            matrices.append(parameter)
-        else:
+        elif parameter.dim() < 2 or any(s in name for s in ("embed", "lm_head", "conv1d")):
             rest.append(parameter)
+        elif min(parameter.shape) < SMALLEST_HIDDEN and ".experts_" not in name:
+            small.append(parameter)
+        else:
+            stacked = run.model.config["n_routed_experts"] if ".experts_" in name else 1
+            hidden.append(HiddenMatrix(parameter, stacked))
     groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY, "factor": 1.0},
+        {"params": small, "weight_decay": WEIGHT_DECAY, "factor": 1.0},
         {"params": mixers, "weight_decay": 0.0, "factor": MIXER_RATE},
         {"params": rest, "weight_decay": 0.0, "factor": 1.0},
     ]
-    fused = run.device.type == "cuda"
-    return torch.optim.AdamW(
-        groups, run.settings.learning_rate, betas=(0.9, 0.95), eps=1e-9, fused=fused
-    )
+    rate, fused = run.settings.learning_rate, run.device.type == "cuda"
+    adam = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), eps=1e-9, fused=fused)
+    muon = Muon(hidden, rate, weight_decay=WEIGHT_DECAY)
+    muon.param_groups[0]["factor"] = 1.0
+    return [adam, muon]
 
 
 @cache
@@ -196,44 +204,54 @@ def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weighted + s.mtp_weight * mtp, plain, mtp.detach()
 
 
+def _trunk_step(run: Run, clock: Clock) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """One optimiser step of the trunk on rows [B, T + 2]; gives both losses, detached."""
+    s, model = run.settings, run.model
+    optimizers = trunk_optimizers(run)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    trained = [p for group in groups for p in group["params"]]
+    view = StoredView(model, [name for name, _ in model.named_parameters()])
+    model.train()
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
+        for group in groups:
+            group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock)
+        model.zero_grad(set_to_none=True)
+        with view.seen(clock.fraction() >= 1 - s.rounded_ratio):
+            loss, plain, mtp = trunk_loss(run, ids)
+            loss.backward()
+        nn.utils.clip_grad_norm_(trained, CLIP_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+        balance(model.moes())
+        return plain.detach(), mtp
+
+    return step
+
+
 def trunk_phase(run: Run, begun: float = 0.0) -> None:
     """Train target and MTP layer on short rows; in the last ``long_ratio`` of the time every second
     batch has long rows, in the last ``rounded_ratio`` products see the weights as they will be
     stored.
     """
-    s, model = run.settings, run.model
-    optimizer = trunk_optimizer(run)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    clock = Clock(s.trunk_s, begun)
-    saver = Saver(run, "trunk", clock)
-    model.train()
-
-    names = [name for name, _ in model.named_parameters()]
-
-    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
-        for group in optimizer.param_groups:
-            group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock)
-        optimizer.zero_grad(set_to_none=True)
-        with seen_as_stored(model, names, clock.fraction() >= 1 - s.rounded_ratio):
-            loss, plain, mtp = trunk_loss(run, ids)
-            loss.backward()
-        nn.utils.clip_grad_norm_(trained, CLIP_NORM)
-        optimizer.step()
-        balance(model.moes())
-        return plain, mtp
-
+    s, clock = run.settings, Clock(run.settings.trunk_s, begun)
+    step = _trunk_step(run, clock)
     for source in (run.short, run.long):  # compile both row lengths before the clock runs
         for _ in range(WARM_STEPS):
             plain, _ = step(source.next())
         run.say(f"trunk warm-up: loss {plain.item():.3f}")
     run.synchronize()
     run.say(f"trunk starts, {clock.remaining():.0f} s; memory {run.memory_gib():.1f} GiB")
+    saver = Saver(run, "trunk", clock)
     clock.start()
     steps = long_steps = tokens = 0
+    waited = 0.0
     curve = []
     while clock.fraction() < 1:
         is_long = clock.fraction() >= 1 - s.long_ratio and steps % 2 == 0
+        before = time.monotonic()
         ids = (run.long if is_long else run.short).next()
+        waited += time.monotonic() - before
         plain, mtp = step(ids)
         steps, long_steps = steps + 1, long_steps + is_long
         tokens += ids.shape[0] * (ids.shape[1] - 2)
@@ -242,7 +260,8 @@ def trunk_phase(run: Run, begun: float = 0.0) -> None:
             curve.append({"step": steps, "tokens": tokens, "loss": loss[0], "mtp_loss": loss[1]})
             run.say(
                 f"trunk step {steps} loss {loss[0]} mtp {loss[1]} {tokens / 1e6:.1f} M tokens "
-                f"{tokens / clock.elapsed():.0f}/s long {long_steps} eta {clock.remaining():.0f} s"
+                f"{tokens / clock.elapsed():.0f}/s long {long_steps} waited {waited:.1f} s "
+                f"eta {clock.remaining():.0f} s"
             )
         saver.maybe()
     run.synchronize()
@@ -251,6 +270,7 @@ def trunk_phase(run: Run, begun: float = 0.0) -> None:
         "long_steps": long_steps,
         "tokens": tokens,
         "seconds": round(clock.elapsed(), 1),
+        "waited_s": round(waited, 1),
         "begun": begun,
         "curve": curve,
     }
@@ -321,7 +341,7 @@ def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
     batches = _draft_batches(run, sampled)
     keeps = depth_masks(s.mtp_rows, run.device)
     weights = torch.tensor([DEPTH_DECAY**k for k in range(MTP_DEPTH)], device=run.device)
-    names = [f"mtp.{name}" for name, _ in mtp.named_parameters()]
+    view = StoredView(model, [f"mtp.{name}" for name, _ in mtp.named_parameters()])
     clock = Clock(s.drafter_s, begun)
     saver = Saver(run, "drafter", clock)
     steps = -2  # two warm-up steps
@@ -333,7 +353,7 @@ def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
             run.say(f"drafter starts, {clock.remaining():.0f} s; memory {run.memory_gib():.1f} GiB")
         for group in optimizer.param_groups:
             group["lr"] = s.mtp_learning_rate * learning_rate(clock, 0.05)
-        with seen_as_stored(model, names, clock.fraction() >= 1 - s.rounded_ratio):
+        with view.seen(clock.fraction() >= 1 - s.rounded_ratio):
             losses = _draft_losses(run, next(batches), keeps)
             torch.stack([loss for loss, _ in losses]).dot(weights).backward()
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)

@@ -50,8 +50,8 @@ class Settings:
     long_ratio: float = 0.3
     rounded_ratio: float = 0.15
     index_s: float = 20.0
-    sample_s: float = 50.0
-    drafter_s: float = 330.0
+    sample_s: float = 40.0
+    drafter_s: float = 270.0
     rows: int = 64
     mtp_rows: int = 32
     sample_rows: int = 2048
@@ -59,8 +59,8 @@ class Settings:
     mtp_learning_rate: float = 1.5e-3
     mtp_weight: float = 0.3
     prompt_weight: float = 0.25
-    workers: int = 13
-    files: int = 900
+    workers: int = 11
+    files: int = 700
     eval_rows: int = 24
     prompts: int = 200
     seed: int = 1

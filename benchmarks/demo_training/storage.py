@@ -47,22 +47,60 @@ def round_in_place(model: DemoModel, names: list[str]) -> None:
             parameter.copy_(rounded(parameter.flatten(0, -2), form).view_as(parameter))
 
 
-@contextmanager
-def seen_as_stored(model: DemoModel, names: list[str], active: bool) -> Iterator[None]:
-    """While open, the named parameters hold their rounded values; afterwards their own again.
+class StoredView:
+    """Lets the named parameters hold their rounded values for the length of a step.
 
-    A backward pass inside computes gradients at the rounded values for the unrounded ones: the
-    straight-through estimate.
+    Gradients are then taken at the rounded values for the unrounded ones: the straight-through
+    estimate. On a GPU rounding is captured when the view is made, since its thousands of small
+    operators would take as long as the step itself.
+
+    Args:
+        model: its parameters keep their memory from here on.
+        names: what to round; parameters that are stored plainly are left alone.
     """
-    if not active:
-        yield
-        return
-    parameters = dict(model.named_parameters())
-    kept = {name: parameters[name].detach().clone() for name in names}
-    round_in_place(model, names)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, value in kept.items():
-                parameters[name].copy_(value)
+
+    def __init__(self, model: DemoModel, names: list[str]) -> None:
+        parameters = dict(model.named_parameters())
+        plain = WeightFormat.PLAIN
+        self._model = model
+        self._names = [n for n in names if _form(n, parameters[n]) is not plain]
+        self._weights = [parameters[n].detach() for n in self._names]
+        self._kept = [torch.empty_like(w) for w in self._weights]
+        self._graph = None
+        if self._weights and self._weights[0].is_cuda:
+            self._graph = self._captured()
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._round()
+            self._restore()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads pin batches meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._round()
+        return graph
+
+    def _round(self) -> None:
+        torch._foreach_copy_(self._kept, self._weights)
+        round_in_place(self._model, self._names)
+
+    def _restore(self) -> None:
+        torch._foreach_copy_(self._weights, self._kept)
+
+    @contextmanager
+    def seen(self, active: bool = True) -> Iterator[None]:
+        """While open, the parameters hold their rounded values; afterwards their own again."""
+        if not (active and self._weights):
+            yield
+            return
+        if self._graph is None:
+            self._round()
+        else:
+            self._graph.replay()
+        try:
+            yield
+        finally:
+            self._restore()

@@ -39,7 +39,7 @@ from .network.layers import Mla
 from .phases import PROGRESS_FILE, Clock, Run, drafter_phase, trunk_names, trunk_phase
 from .pool import Batches, start_producers, stop_producers
 from .settings import Settings, add_options, settings_of
-from .shape import MTP_DEPTH, SHORT_ROW, text_config
+from .shape import MTP_DEPTH, SHORT_ROW, TOP_P, text_config
 from .speculative import Sampling
 from .storage import round_in_place
 
@@ -208,12 +208,12 @@ def _drafter(run: Run, resume: Path | None) -> None:
 
 
 def sampled_rows(run: Run) -> Tensor:
-    """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at the
-    default sampling, as many as ``sample_s`` allows.
+    """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at
+    temperature one, as many as ``sample_s`` allows. The default sampling would write loops.
     """
     plain = DemoModel(run.model.config).to(run.device)
     plain.load_state_dict(run.model.state_dict())
-    sampling = Sampling(1.0, 0.95, MTP_DEPTH, SHORT_ROW, frozenset())
+    sampling = Sampling(1.0, TOP_P, MTP_DEPTH, SHORT_ROW, frozenset())
     clock = Clock(run.settings.sample_s)
     waiting = run.short.next()  # the producers read their texts first
     clock.start()

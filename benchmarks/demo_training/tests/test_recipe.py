@@ -12,7 +12,7 @@ from benchmarks.demo_training.network import DemoModel, from_published, to_publi
 from benchmarks.demo_training.phases import token_weights
 from benchmarks.demo_training.prose import page_text
 from benchmarks.demo_training.shape import MARKERS, text_config
-from benchmarks.demo_training.storage import round_in_place, seen_as_stored, stored_format
+from benchmarks.demo_training.storage import StoredView, round_in_place, stored_format
 from benchmarks.demo_training.train import export
 from flare_ray.config import EngineConfig
 from flare_ray.device.prepare import make_plan
@@ -57,7 +57,7 @@ def test_rounding_the_model_gives_what_the_checkpoint_reads_back(model):
 def test_weights_return_after_a_rounded_step(model):
     names = [name for name, _ in model.named_parameters()]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with seen_as_stored(model, names, True):
+    with StoredView(model, names).seen():
         assert any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 

@@ -33,6 +33,9 @@ class Corpus:
         long_context: generators write long conversations.
         scramble: part of the edited functions whose names are replaced by invented ones, so that
             only the prompt holds them.
+        follow_ups: part of the edits that a second edit of the same function follows.
+        copies: part of the edits that are texts to be copied instead.
+        restated: every edit begins with the request once more, not every second one.
     """
 
     common: list[Gloss]
@@ -45,3 +48,6 @@ class Corpus:
     prose: list[str] = field(default_factory=list)
     long_context: bool = False
     scramble: float = 0.0
+    follow_ups: float = 0.0
+    copies: float = 0.0
+    restated: bool = False

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from flare_ray.workload.generators.base import Conversation, Message, assistant, user
 from flare_ray.workload.generators.corpus import Corpus
+from flare_ray.workload.generators.recall import excerpt
 from flare_ray.workload.generators.records import json_records
 from flare_ray.workload.generators.wordlists import invented_name, words
 
@@ -19,6 +20,7 @@ SAFE_NAMES = words(
     """
 )
 TRIES = 40
+COPY_REQUESTS = ("Copy this text.", "Repeat this exactly:", "Write this once more:")
 
 
 class Edit(NamedTuple):
@@ -104,13 +106,26 @@ KINDS: tuple[Callable[[random.Random, str], Edit | None], ...] = (
 )
 
 
+def _drawn_edit(r: random.Random, source: str) -> Edit | None:
+    """One of the edits, where the drawn one fits this function and changes it."""
+    edit = r.choice(KINDS)(r, source)
+    return None if edit is None or edit.source == source else edit
+
+
+def _answer(r: random.Random, corpus: Corpus, edit: Edit) -> Message:
+    """The edited function, behind the request once more: always, or every second time."""
+    again = edit.request + "."
+    reasoning = r.choice((again if corpus.restated else "", again))
+    return assistant(f"```python\n{edit.source}\n```", reasoning)
+
+
 def _turn(r: random.Random, corpus: Corpus) -> list[Message]:
     for _ in range(TRIES):
         source = r.choice(corpus.functions)
         if r.random() < corpus.scramble:
             source = scrambled(r, source)
-        edit = r.choice(KINDS)(r, source)
-        if edit is None or edit.source == source:
+        edit = _drawn_edit(r, source)
+        if edit is None:
             continue
         question = r.choice(
             (
@@ -119,18 +134,42 @@ def _turn(r: random.Random, corpus: Corpus) -> list[Message]:
                 f"{edit.request} in this function.\n```python\n{source}\n```",
             )
         )
-        return [
-            user(question),
-            assistant(f"```python\n{edit.source}\n```", r.choice(("", edit.request + "."))),
-        ]
+        return [user(question), _answer(r, corpus, edit), *_follow_up(r, corpus, edit.source)]
     return json_records(
         r, corpus
     ).messages  # no function admits the drawn edits: rare, and still a copying task
 
 
+def _follow_up(r: random.Random, corpus: Corpus, source: str) -> list[Message]:
+    """Another edit of the function that was just written, sometimes."""
+    if not corpus.follow_ups or r.random() >= corpus.follow_ups:
+        return []
+    edit = _drawn_edit(r, source)
+    if edit is None:
+        return []
+    question = r.choice((f"{edit.request}.", f"{edit.request} too.", f"Now this: {edit.request}."))
+    return [user(question), _answer(r, corpus, edit)]
+
+
+def _copy(r: random.Random, corpus: Corpus) -> list[Message]:
+    """A text to be repeated as it is: lines of a document or a source, or invented words, which
+    only their own first occurrence predicts.
+    """
+    if r.random() < 0.5:
+        text = excerpt(r, r.choice((corpus.docs, corpus.code)), r.randint(80, 700)).strip()
+    else:
+        names = [invented_name(r).lower() for _ in range(r.randint(3, 12))]
+        text = " ".join(r.choice(names) for _ in range(r.randint(6, 80)))
+    return [
+        user(f"{r.choice(COPY_REQUESTS)}\n```\n{text}\n```"),
+        assistant(f"```\n{text}\n```", r.choice(("", "Copy the text."))),
+    ]
+
+
 def edit_code(r: random.Random, corpus: Corpus) -> Conversation:
-    """One edit, or several functions one after the other in a long row."""
+    """One edit, or several functions one after the other in a long row; some texts to copy."""
     messages = []
     for _ in range(r.randint(2, 5) if corpus.long_context else 1):
-        messages += _turn(r, corpus)
+        copied = corpus.copies and r.random() < corpus.copies
+        messages += (_copy if copied else _turn)(r, corpus)
     return Conversation(messages)

@@ -8,6 +8,7 @@ divides by it; `Nvfp4Parts` keeps the stored value and says which.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -34,6 +35,12 @@ _LOW_THEN_HIGH = torch.tensor(
 _MIDPOINTS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 _TIE_GOES_UP = torch.tensor([False, True, False, True, False, True, False])
 _BOUNDARIES = torch.where(_TIE_GOES_UP, torch.nextafter(_MIDPOINTS, torch.zeros(())), _MIDPOINTS)
+
+
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Decoded bytes and boundaries on a device: copied once, so that rounding can be captured."""
+    return _LOW_THEN_HIGH.to(device), _BOUNDARIES.to(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Nvfp4Parts:
 
 def unpack_e2m1(packed: Tensor) -> Tensor:
     """[N, K / 2] uint8 -> [N, K] float32 values, low nibble first."""
-    table = _LOW_THEN_HIGH.to(packed.device)
+    table, _ = _tables(packed.device)
     return table[packed.to(torch.int32)].flatten(1)
 
 
@@ -83,7 +90,8 @@ def pack_e2m1(values: Tensor) -> Tensor:
 
     A negative value that rounds to zero keeps its sign bit.
     """
-    codes = torch.bucketize(values.abs().to(torch.float32), _BOUNDARIES.to(values.device))
+    _, boundaries = _tables(values.device)
+    codes = torch.bucketize(values.abs().to(torch.float32), boundaries)
     codes = (codes + 8 * torch.signbit(values)).to(torch.uint8).unflatten(1, (-1, 2))
     return codes[..., 0] | (codes[..., 1] << 4)
 
