@@ -90,7 +90,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt_logprobs: likewise of every prompt token but the first.
         reply_to: receiving address of the ingress replica's stream socket; "" for an in-process
             consumer.
-        priority: lower runs earlier; arrival order among equals.
+        priority: lower runs earlier; fair shares among tenants of equals, arrival order within one.
+        tenant: who is served fairly beside others, by name; "" = whoever names none.
+        weight: its share under load, relative to those of other tenants; > 0.
         cache_salt: prefixes are reused among requests of equal salt only (one salt per tenant).
         prediction: token ids that the client expects as output, offered as copied drafts
             (contract: H3); () = none.
@@ -110,6 +112,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int = -1
     reply_to: str = ""
     priority: int = 0
+    tenant: str = ""
+    weight: float = 1.0
     deadline_s: float = 0.0
     cache_salt: str = ""
     grammar: GrammarSpec | None = None

@@ -1,7 +1,8 @@
 """Who gets in: validation against the engine, the bounded queue, slots and page reservations
 (contract: C1).
 
-Order: lower `priority` first, arrival order among equals. The head of the queue waits until a slot
+Order: lower `priority` first, fair shares among tenants of equals (`shares`), arrival order within
+a tenant. The head of the queue waits until a slot
 is free and the pool can promise the pages of its prompt, while every running request, itself
 included, could still grow by GROWTH_PAGES; nobody overtakes it, so a long request is never starved
 by short ones. A request that was accepted into the queue keeps its place, also when it is preempted
@@ -12,6 +13,7 @@ bounded in requests and in tokens; who finds it full is told when a place is exp
 from __future__ import annotations
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from flare_ray.controller.drain import DrainRate
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.paging.pool import PagePool, pages_for
 from flare_ray.controller.paging.snapshots import Snapshots
+from flare_ray.controller.shares import FairShares
 from flare_ray.errors import ContractViolation, InvalidRequest, Overloaded
 
 PREEMPTION_KINDS = ("snapshot", "recompute")
@@ -115,6 +118,10 @@ class AdmissionLimits:
                 f"prompt token ids must lie in 0..{self.vocab_size - 1}", param="prompt"
             )
         self._check_prediction(request.prediction)
+        if not 0.0 < request.weight < math.inf:
+            raise InvalidRequest(
+                f"weight must be a positive number, got {request.weight}", param="weight"
+            )
         if b"" in request.stop:
             raise InvalidRequest("a stop string must not be empty", param="stop")
         pages = self.worst_case_pages(request)
@@ -186,6 +193,7 @@ class Admission:
         self.pool = pool
         self.slots = SlotTable(slots)
         self._drain = drain
+        self._shares = FairShares()
         self.waiting: list[LiveRequest] = []
         self.running: dict[int, LiveRequest] = {}
         self.holders: dict[int, LiveRequest] = {}
@@ -209,7 +217,7 @@ class Admission:
         requests, tokens = self._excess()
         if (requests <= 0 and tokens <= 0) or self._would_run_now(live):
             return
-        self.waiting.remove(live)
+        self._leave(live)
         wait_s = self._drain.refuse(max(requests, 0), max(tokens, 0))
         limit = f"{self.limits.max_waiting} requests"
         if requests <= 0:
@@ -245,8 +253,9 @@ class Admission:
         One whose prefix comes from the host or from disk keeps its place, and others pass it.
         """
         admitted: list[LiveRequest] = []
-        if self.short_pages:
+        if self.short_pages or not self.waiting or not self.slots.free:
             return admitted
+        self._shares.arrange(self.waiting, self.running.values())
         place = 0
         while place < len(self.waiting) and self.slots.free:
             live = self.waiting[place]
@@ -257,7 +266,8 @@ class Admission:
                 break
             if not self._reserve(live):
                 break
-            del self.waiting[place]
+            self._leave(live)
+            self._shares.settle(live)
             self._drain.left(_tokens(live))
             live.slot, live.epoch = self.slots.take()
             live.phase = Phase.PREFILL
@@ -309,9 +319,10 @@ class Admission:
     def end(self, live: LiveRequest) -> None:
         """Take a request out; its slot and pages return once no queued round references them."""
         if live.phase is Phase.WAITING:
-            self.waiting.remove(live)
+            self._leave(live)
         else:
             self.running.pop(live.uid, None)
+            self._shares.settle(live)
         live.phase = Phase.ENDED
         self.snapshots.release(live)
         self.retire(live)
@@ -327,6 +338,7 @@ class Admission:
             kept = self.snapshots.preempted(live, self.short_pages)
             self.preempted["snapshot" if kept else "recompute"] += 1
             self.snapshots.leave(live)
+            self._shares.settle(live)
             self._give_back(live)
             live.set_back()
             self._queue(live)
@@ -342,7 +354,13 @@ class Admission:
     def _queue(self, live: LiveRequest) -> None:
         if not self.waiting:
             self._drain.filled()
-        bisect.insort(self.waiting, live, key=lambda other: other.order)
+        self._shares.entered(live, self.running.values())
+        bisect.insort(self.waiting, live, key=lambda other: other.queue_order)
+        self._shares.arrange(self.waiting, self.running.values())
+
+    def _leave(self, live: LiveRequest) -> None:
+        self.waiting.remove(live)
+        self._shares.left(live)
 
     def check_integrity(self) -> None:
         """Compare slots, epochs, reservations, pages and snapshots with the requests.

@@ -2,10 +2,13 @@
 
 Turns: when both prompts and decoding requests have work, prefill and rounds alternate; so neither
 waits longer than one program of the other. Prompts take turns among themselves, a chunk each, so a
-long prompt delays a short one by one chunk at a time. Decoding requests all share the round; if
-there are more than a round has lanes, those that waited longest go first. Constrained requests
-share rounds with the others, which are masked rounds then, or have rounds of their own in turn with
-theirs (`grammar.own_rounds`).
+long prompt delays a short one by one chunk at a time; restored prompts, which need one short
+program, go first, but never twice in a row while others have chunks left. Decoding requests all
+share the round; if there are more than a round has lanes, those that waited longest go first. So of
+two requests that decode side by side none takes part in more than one round more than the other,
+and who holds a slot and is not short of pages gives it back within `residence_bound` programs.
+Constrained requests share rounds with the others, which are masked rounds then, or have rounds of
+their own in turn with theirs (`grammar.own_rounds`).
 """
 
 from __future__ import annotations
@@ -51,6 +54,8 @@ PROGRAM_OVERHEAD_ROWS = 32
 ones. A guess: the two differ little where it matters."""
 
 
+TURN_PROGRAMS = 4
+"""Programs per turn of a prompt: a resume, a round, a chunk, a round."""
 RULE_BYTES = 24
 WORD_TOKEN_BYTES = 5
 PLAN_RULE_BYTES = (
@@ -58,6 +63,22 @@ PLAN_RULE_BYTES = (
 )
 """Encoded logit rules and banned words that one plan may hand over: those of the largest request,
 which fit one message beside the largest chunk and MAX_SHARED_PAGES page ids."""
+
+
+def residence_bound(prompt_tokens: int, max_tokens: int, *, slots: int, chunk: int) -> int:
+    """Programs within which a request that got its slot ends, if pages last.
+
+    Every other holder may have a chunk before each of its own, and a round at least emits a token,
+    with a program for prompts before each.
+
+    Args:
+        prompt_tokens: what it has to consume first.
+        slots: holders of a slot, itself included.
+        chunk: least rows of a prefill program's lane.
+    """
+    # A chunk may end early where a snapshot is kept: at the last page boundary, and at the end.
+    chunks = -(-prompt_tokens // chunk) + 2
+    return TURN_PROGRAMS * slots * chunks + 2 * max_tokens + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +150,7 @@ class Planner:
         self._masks = masks
         self._next_round = 0
         self._prefill_was_last = False
+        self._resume_was_last = False
         self._last_round_of: dict[int, int] = {}
         self._table_pages = pages_for(admission.limits.context_tokens + MAX_WIDTH)
 
@@ -143,6 +165,10 @@ class Planner:
         prompts = [live for live in running if live.phase is Phase.PREFILL]
         if not prompts and not decoding:
             return None
+        for live in prompts:
+            if live.last_chunk_round < 0:
+                # Turns count from now: a stream of newcomers must not pass who has had a chunk.
+                live.last_chunk_round = self._next_round
         self._prefill_was_last = bool(prompts) and not (decoding and self._prefill_was_last)
         if self._prefill_was_last:
             plan, lanes, captures = self._plan_prefill(prompts)
@@ -183,10 +209,13 @@ class Planner:
         self, prompts: list[LiveRequest]
     ) -> tuple[RoundPlan, tuple[LiveRequest, ...], tuple[Capture, ...]]:
         whole = [live for live in prompts if not live.prompt_left]
-        prompts = whole or prompts
+        left = [live for live in prompts if live.prompt_left]
+        self._resume_was_last = bool(whole) and not (left and self._resume_was_last)
+        prompts = whole if self._resume_was_last else left
         prompts.sort(key=lambda live: live.last_chunk_round)
         freed = self._freed()
-        shape = self._resume_shape(len(whole)) if whole else self._chunk_shape(prompts)
+        resumes = self._resume_was_last
+        shape = self._resume_shape(len(whole)) if resumes else self._chunk_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)
         work = _Chunks(self._masks.open(self._next_round))

@@ -68,7 +68,7 @@ def _place_problems(admission: Admission, requests: Mapping[str, LiveRequest]) -
     for live in (*admission.waiting, *admission.running.values()):
         if requests.get(live.request.request_id) is not live:
             yield f"request {live.uid} holds a place and is not live"
-    orders = [live.order for live in admission.waiting]
+    orders = [live.queue_order for live in admission.waiting]
     if orders != sorted(orders) or len(waiting) != len(orders):
         yield f"the queue is out of order: {orders}"
 

@@ -72,11 +72,14 @@ class LiveRequest:
         kept: snapshot that its last preemption left.
         planned_tokens: tokens restored or in submitted prefill programs.
         published_tokens: tokens of its slot's publication row; 0 = it holds none of use.
-        last_chunk_round: round of its last prefill chunk, for turns among prompts; -1 = none.
+        last_chunk_round: round of its last prefill chunk, or in which it was first looked at, for
+            turns among prompts; -1 = neither.
         consumed_tokens / generated_tokens: as of the last harvested round.
         in_flight: unanswered programs of this request, in order.
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
         copies_offered / copies_accepted: those of the drafts that were copied.
+        charged_tokens: tokens served that its tenant's counter holds.
+        share_start: its tenant's counter when its turn comes, as last estimated; orders the queue.
         emitted: some output has been made visible.
         prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
@@ -119,6 +122,8 @@ class LiveRequest:
     rounds: int = 0
     first_token_ns: int = 0
     last_delivery_ns: int = 0
+    charged_tokens: int = 0
+    share_start: float = 0.0
     emitted: bool = False
     scores: deque[TokenScore] = field(default_factory=deque)
     prompt_scores: list[TokenScore] = field(default_factory=list)
@@ -132,8 +137,13 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Place among all requests: lower `priority` first, then arrival; kept by a preemption."""
+        """Place among those that run: lower `priority` first, then arrival; kept when preempted."""
         return self.request.priority, self.uid
+
+    @property
+    def queue_order(self) -> tuple[int, bool, float, int]:
+        """Place in the queue: lower `priority`, then who was preempted, fair shares, arrival."""
+        return self.request.priority, not self.preemptions, self.share_start, self.uid
 
     @property
     def prompt_left(self) -> int:
@@ -219,6 +229,7 @@ class LiveRequest:
             self.generated_base = self.generated_tokens
         self.phase = Phase.WAITING
         self.preemptions += 1
+        self.share_start = 0.0
         self.started = False
         self.reserved_pages = self.granted_pages = self.short_pages = 0
         self.planned_tokens = self.consumed_tokens = self.published_tokens = 0

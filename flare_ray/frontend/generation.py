@@ -141,17 +141,20 @@ class MeteredStream:
 
 
 def _as_allowed(prepared: Prepared, caller: Caller) -> Prepared:
-    """The request with the priority and the cache salt that its caller may have.
+    """The request with the priority, the share and the cache salt that its caller may have.
 
     Raises:
         InvalidRequest: status 403: it asks for another priority.
     """
     priority = caller.priority(prepared.priority)
     salt = caller.cache_salt(prepared.cache_salt)
-    if not priority and not salt:
+    tenant, weight = caller.share
+    if not priority and not salt and not tenant:
         return prepared
     requests = tuple(
-        msgspec.structs.replace(request, priority=priority, cache_salt=salt)
+        msgspec.structs.replace(
+            request, priority=priority, cache_salt=salt, tenant=tenant, weight=weight
+        )
         for request in prepared.requests
     )
     return replace(prepared, requests=requests)

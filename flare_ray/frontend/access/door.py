@@ -84,6 +84,12 @@ class Caller:
             )
         return wanted
 
+    @property
+    def share(self) -> tuple[str, float]:
+        """Tenant and weight under which its requests are served beside others'; without keys all
+        are one tenant."""
+        return ("", 1.0) if self.key is None else (self.key.name, self.key.weight)
+
     def cache_salt(self, wanted: str | None) -> str:
         """Salt of a request that asks for `wanted`; never that of another key's requests."""
         ours = "" if self.key is None else self.key.cache_salt

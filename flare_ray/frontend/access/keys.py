@@ -53,6 +53,13 @@ class ApiKey(Closed):
         lt=2**31,
         description="Priority of its requests, and the lowest (earliest) they may ask for.",
     )
+    weight: float = Field(
+        1.0,
+        gt=0,
+        le=1000,
+        description="Its share of an engine under load, relative to other keys' at the same "
+        "priority.",
+    )
     cache_salt: str = Field(
         "", max_length=64, description="Prefixes are shared among keys of equal salt."
     )

@@ -255,6 +255,29 @@ def test_priority_is_that_of_the_key_and_no_lower_one_may_be_asked_for(guard):
     assert [request.priority for request in api.client.requests] == [-3, 5]
 
 
+def test_share_under_load_is_that_of_the_key(guard):
+    api = guard(
+        {"name": "a", "key": SECRET, "weight": 2.5}, {"name": "b", "key": OTHER, "cache_salt": "s"}
+    )
+    for secret in (SECRET, OTHER):
+        assert chat(api, secret).status_code == 200
+    shares = [(request.tenant, request.weight) for request in api.client.requests]
+    assert shares == [("a", 2.5), ("b", 1.0)]
+
+
+def test_without_keys_everybody_is_one_tenant(api):
+    api.chat(priority=1)
+    assert (api.client.requests[0].tenant, api.client.requests[0].weight) == ("", 1.0)
+
+
+@pytest.mark.parametrize("weight", [0, -1, "much", 1e9])
+def test_key_file_with_a_nonsensical_weight_is_refused_by_name(tmp_path, weight):
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps({"keys": [{"name": "a", "key": SECRET, "weight": weight}]}))
+    with pytest.raises(ConfigError, match="weight"):
+        KeyRing(path)
+
+
 def test_priority_without_keys_is_what_was_asked_for(api):
     api.chat(priority=-7)
     api.complete(priority=2**31 - 1)
