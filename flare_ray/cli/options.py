@@ -59,6 +59,7 @@ SETTINGS: dict[str, str] = {
     "token_capacity": "speculation.token_capacity",
     "fixed_width": "speculation.fixed_width",
     "objective": "speculation.objective",
+    "inter_token_slo": "speculation.inter_token_slo_ms",
     "decision_log": "speculation.decision_log",
     "history_drafts": "speculation.history_drafts",
     "max_waiting": "admission.max_waiting",
@@ -212,6 +213,9 @@ class EngineOptions:
         False
     )
     objective: Annotated[str | None, _setting("objective")] = None
+    inter_token_slo: Annotated[
+        float | None, _setting("inter_token_slo", flags="--inter-token-slo-ms")
+    ] = None
     decision_log: Annotated[str | None, _setting("decision_log")] = None
     history_drafts: Annotated[
         bool | None,

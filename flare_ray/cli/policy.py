@@ -61,23 +61,31 @@ def check(path: Path) -> tuple[str, bool]:
 def _name(opened: Opened) -> str:
     if opened.fixed_width:
         return f"fixed width {opened.fixed_width}"
-    return f"adaptive, objective {opened.objective}, {len(opened.measured)} start-up measurements"
+    target = f" {opened.inter_token_ns / 1e6:g} ms" if opened.inter_token_ns else ""
+    measured = f"{len(opened.measured)} start-up measurements"
+    return f"adaptive, objective {opened.objective}{target}, {measured}"
 
 
 def _compared(decision: Decision) -> list[str]:
     lines = [f"width {decision.shape.verify_width}: {WHY[decision.reason]}"]
     if not decision.candidates:
         return lines
-    lines.append("  width  expected tokens  price ms  tokens a second")
+    slowest = "  ms a token, slowest" if decision.inter_token_ns else ""
+    lines.append(f"  width  expected tokens  price ms  tokens a second{slowest}")
     best = max(v / p for v, p in zip(decision.values, decision.prices_ns, strict=True))
-    for shape, value, price in zip(
-        decision.candidates, decision.values, decision.prices_ns, strict=True
+    paces = [f"{ns / 1e6:21.3f}" for ns in decision.inter_token_ns]
+    for shape, value, price, pace in zip(
+        decision.candidates,
+        decision.values,
+        decision.prices_ns,
+        paces or [""] * len(decision.candidates),
+        strict=True,
     ):
         mark = "<- chosen" if shape == decision.shape else ""
         mark += " (best)" if value / price == best else ""
         lines.append(
             f"  {shape.verify_width:5d}  {value:15.3f}  {price / 1e6:8.3f}  "
-            f"{value / price * 1e9:15.1f}  {mark}".rstrip()
+            f"{value / price * 1e9:15.1f}{pace}  {mark}".rstrip()
         )
     lines.append(
         f"exploration account {decision.account_ns / 1e6:.3f} ms, this probe "

@@ -43,11 +43,18 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
         description="Width under policy=fixed; must be prepared; None = the largest. Applies where "
         "token_capacity admitted it, width one elsewhere.",
     )
-    objective: Literal["throughput", "latency"] = Field(
+    objective: Literal["throughput", "latency", "slo"] = Field(
         "throughput",
         description="What an adaptive width is chosen for. throughput: the mean relative speed of "
         "the round's requests, which is the token rate where freed slots are filled again; "
-        "latency: their mean time per token.",
+        "latency: their mean time per token; slo: throughput among the widths at which every "
+        "request is expected to keep inter_token_slo_ms, and prompts are held back for it.",
+    )
+    inter_token_slo_ms: float | None = Field(
+        None,
+        gt=0,
+        description="Under objective=slo: target for the mean time between two tokens of a "
+        "request, in milliseconds.",
     )
     decision_log: str | None = Field(
         None,
@@ -74,6 +81,15 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
                     f"the largest width must be draft_tokens + 1 = {self.draft_tokens + 1}, got "
                     f"{widths[-1]}; change widths or draft_tokens"
                 )
+        if (self.inter_token_slo_ms is not None) != (self.objective == "slo"):
+            raise ValueError(
+                f"objective {self.objective} with inter_token_slo_ms {self.inter_token_slo_ms}: "
+                "objective: slo needs inter_token_slo_ms, and the others take none"
+            )
+        if self.objective == "slo" and self.policy == "fixed":
+            raise ValueError(
+                "objective: slo chooses widths, policy: fixed does not; drop one of them"
+            )
         if self.fixed_width is not None and self.policy != "fixed":
             raise ValueError("fixed_width needs policy: fixed")
         return self

@@ -13,7 +13,7 @@ their own in turn with theirs (`grammar.own_rounds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.plan import (
@@ -31,12 +31,14 @@ from flare_ray.contracts.plan import (
     SlotRestore,
     SnapshotSave,
 )
+from flare_ray.contracts.record import LaneRecord
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
 from flare_ray.controller.catalog import ServedCatalog
 from flare_ray.controller.grammar.masks import MaskWriter, OpenMasks
 from flare_ray.controller.live import LiveRequest, Phase, Unanswered
+from flare_ray.controller.pacing import PrefillGate
 from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
 from flare_ray.controller.preemption import Growth
@@ -54,8 +56,6 @@ PROGRAM_OVERHEAD_ROWS = 32
 ones. A guess: the two differ little where it matters."""
 
 
-TURN_PROGRAMS = 4
-"""Programs per turn of a prompt: a resume, a round, a chunk, a round."""
 RULE_BYTES = 24
 WORD_TOKEN_BYTES = 5
 PLAN_RULE_BYTES = (
@@ -65,20 +65,24 @@ PLAN_RULE_BYTES = (
 which fit one message beside the largest chunk and MAX_SHARED_PAGES page ids."""
 
 
-def residence_bound(prompt_tokens: int, max_tokens: int, *, slots: int, chunk: int) -> int:
+def residence_bound(
+    prompt_tokens: int, max_tokens: int, *, slots: int, chunk: int, rounds: int = 1
+) -> int:
     """Programs within which a request that got its slot ends, if pages last.
 
-    Every other holder may have a chunk before each of its own, and a round at least emits a token,
-    with a program for prompts before each.
+    Every other holder may have a chunk before each of its own, with a resume and rounds between,
+    and a round emits a token at least, with a program for prompts before each.
 
     Args:
         prompt_tokens: what it has to consume first.
         slots: holders of a slot, itself included.
         chunk: least rows of a prefill program's lane.
+        rounds: most rounds between two programs for prompts; MOST_DEFERRED_ROUNDS more than one
+            under an inter-token target.
     """
     # A chunk may end early where a snapshot is kept: at the last page boundary, and at the end.
     chunks = -(-prompt_tokens // chunk) + 2
-    return TURN_PROGRAMS * slots * chunks + 2 * max_tokens + 2
+    return 2 * (1 + rounds) * slots * chunks + 2 * max_tokens + 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class SubmittedRound:
         decision: why the width was chosen; None for a prefill.
         started_ns: when its planning began, or the harvest that it follows without a pause.
         captures: snapshots that its chunks leave.
+        deferred: prompts were held back for it, for the sake of the inter-token target.
     """
 
     plan: RoundPlan
@@ -96,6 +101,7 @@ class SubmittedRound:
     decision: Decision | None
     started_ns: int
     captures: tuple[Capture, ...] = ()
+    deferred: bool = False
 
 
 @dataclass(slots=True)
@@ -120,11 +126,13 @@ class PlanRules:
         eos_ids: the checkpoint's terminal tokens.
         eager: programs cost what their lanes use, not what they were captured for.
         own_rounds: constrained requests never share a round with others.
+        gate: holds prompts back for an inter-token target; None = they alternate with rounds.
     """
 
     eos_ids: tuple[int, ...]
     eager: bool
     own_rounds: bool
+    gate: PrefillGate | None = None
 
 
 class Planner:
@@ -147,6 +155,7 @@ class Planner:
         self._eos_ids = rules.eos_ids
         self._eager = rules.eager
         self._own_rounds = rules.own_rounds
+        self._gate = rules.gate
         self._masks = masks
         self._next_round = 0
         self._prefill_was_last = False
@@ -167,9 +176,9 @@ class Planner:
             return None
         for live in prompts:
             if live.last_chunk_round < 0:
-                # Turns count from now: a stream of newcomers must not pass who has had a chunk.
-                live.last_chunk_round = self._next_round
-        self._prefill_was_last = bool(prompts) and not (decoding and self._prefill_was_last)
+                # Turns count from now: a newcomer passes who has just had a chunk, and only them.
+                live.last_chunk_round = self._next_round - 1
+        deferred = self._take_turn(bool(prompts), bool(decoding))
         if self._prefill_was_last:
             plan, lanes, captures = self._plan_prefill(prompts)
             decision = None
@@ -178,7 +187,19 @@ class Planner:
             plan, lanes = self._plan_round(decoding)
             decision = self._policy.decision()
         self._next_round += 1
-        return SubmittedRound(plan, lanes, decision, now_ns, captures)
+        return SubmittedRound(plan, lanes, decision, now_ns, captures, deferred)
+
+    def _take_turn(self, prompts: bool, decoding: bool) -> bool:
+        """Say in `_prefill_was_last` whose program is next; whether prompts were held back."""
+        their_turn = prompts and not (decoding and self._prefill_was_last)
+        held = False
+        if self._gate is not None:
+            if not decoding:
+                self._gate.alone()
+            elif their_turn:
+                held = not self._gate.admits()
+        self._prefill_was_last = their_turn and not held
+        return held
 
     def _decoding(self, running: Iterable[LiveRequest]) -> list[LiveRequest]:
         """Requests of the coming round.
@@ -198,6 +219,18 @@ class Planner:
     def _last_round(self, live: LiveRequest) -> int:
         return self._last_round_of.get(live.uid, -1)
 
+    def harvested(self, plan: RoundPlan, lanes: Sequence[LaneRecord], cost_ns: int) -> None:
+        """A program has run; `cost_ns` is all the time it took, host gap included."""
+        if self._gate is None:
+            return
+        if plan.prefill:
+            self._gate.prompts_done(cost_ns)
+            return
+        alive = sum(lane.emitted > 0 for lane in lanes)
+        if alive:
+            emitted = sum(lane.emitted for lane in lanes)
+            self._gate.round_done(cost_ns, emitted=emitted, lanes=alive)
+
     def forget(self, live: LiveRequest) -> None:
         """The request has ended."""
         self._policy.forget(live.uid)
@@ -212,7 +245,7 @@ class Planner:
         left = [live for live in prompts if live.prompt_left]
         self._resume_was_last = bool(whole) and not (left and self._resume_was_last)
         prompts = whole if self._resume_was_last else left
-        prompts.sort(key=lambda live: live.last_chunk_round)
+        prompts.sort(key=lambda live: (live.last_chunk_round, live.started))
         freed = self._freed()
         resumes = self._resume_was_last
         shape = self._resume_shape(len(whole)) if resumes else self._chunk_shape(prompts)

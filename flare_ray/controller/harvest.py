@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.plan import LanePlan
 from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
-from flare_ray.controller.cohort import SubmittedRound
+from flare_ray.controller.cohort import Planner, SubmittedRound
 from flare_ray.controller.grammar.gate import PARAM
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
@@ -32,12 +32,15 @@ class Harvester:
     def __init__(
         self,
         publisher: Publisher,
+        planner: Planner,
         policy: VerificationPolicy,
+        *,
         meters: Meters,
         snapshots: Snapshots,
     ) -> None:
         self._publisher = publisher
         self._snapshots = snapshots
+        self._planner = planner
         self._policy = policy
         self._meters = meters
         self._last_harvest_ns = 0
@@ -61,6 +64,7 @@ class Harvester:
             )
         cost_ns = now_ns - max(self._last_harvest_ns, planned.started_ns)
         self._last_harvest_ns = now_ns
+        self._planner.harvested(plan, result.lanes, cost_ns)
         if not plan.prefill and any(record.status & _ACTIVE for record in result.lanes):
             # A round behind everyone's last one may be skipped: its cost tells nothing.
             self._policy.observe(_completed(planned, result), cost_ns)

@@ -72,7 +72,7 @@ class LiveRequest:
         kept: snapshot that its last preemption left.
         planned_tokens: tokens restored or in submitted prefill programs.
         published_tokens: tokens of its slot's publication row; 0 = it holds none of use.
-        last_chunk_round: round of its last prefill chunk, or in which it was first looked at, for
+        last_chunk_round: round of its last prefill chunk, or before it was first looked at, for
             turns among prompts; -1 = neither.
         consumed_tokens / generated_tokens: as of the last harvested round.
         in_flight: unanswered programs of this request, in order.

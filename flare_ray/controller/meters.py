@@ -128,6 +128,7 @@ class Meters:
         self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
         self._plan_seconds = recorder.histogram(names.CONTROLLER_PLAN_SECONDS)
         self._cpu = recorder.counter(names.CONTROLLER_CPU)
+        self._deferred = recorder.counter(names.PREFILL_DEFERRED)
         self._expected_emitted = recorder.counter(names.POLICY_PREDICTED_EMITTED)
         self._expected_seconds = recorder.counter(names.POLICY_PREDICTED_SECONDS)
         self._measured_emitted = recorder.counter(names.POLICY_MEASURED_EMITTED)
@@ -157,6 +158,8 @@ class Meters:
             chosen = self._recorder.counter(names.POLICY_CHOSEN, str(key[0]), key[1])
             self._chosen[key] = chosen
         chosen.add()
+        if planned.deferred:
+            self._deferred.add()
         self._expected_emitted.add(decision.expected_emitted)
         self._expected_seconds.add(decision.expected_ns / _NS)
         self._probe_loss.add(decision.probe_ns / _NS)

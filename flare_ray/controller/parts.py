@@ -11,6 +11,7 @@ from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.controller.admission import AdmissionLimits
 from flare_ray.controller.cohort import PlanRules
 from flare_ray.controller.drain import DrainRate
+from flare_ray.controller.pacing import PrefillGate
 from flare_ray.controller.verification import (
     LoggedPolicy,
     Opened,
@@ -75,7 +76,12 @@ def verification_policy(
     settings = config.speculation
     width = (settings.fixed_width or max_width) if settings.policy == "fixed" else 0
     measured = () if width else manifest.prices
-    opened = Opened(fixed_width=width, objective=settings.objective, measured=measured)
+    opened = Opened(
+        fixed_width=width,
+        objective=settings.objective,
+        inter_token_ns=1e6 * (settings.inter_token_slo_ms or 0.0),
+        measured=measured,
+    )
     policy = policy_of(opened)
     if settings.decision_log is None:
         return policy
@@ -84,8 +90,10 @@ def verification_policy(
 
 def plan_rules(manifest: PreparedManifest, config: EngineConfig) -> PlanRules:
     """What plans hold to."""
+    target_ms = config.speculation.inter_token_slo_ms
     return PlanRules(
         eos_ids=manifest.eos_ids,
         eager=config.eager or manifest.device == "cpu",
         own_rounds=config.grammar.own_rounds or not config.grammar.full_width,
+        gate=None if target_ms is None else PrefillGate(1e6 * target_ms),
     )

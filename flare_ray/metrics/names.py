@@ -259,6 +259,11 @@ CONTROLLER_PLAN_SECONDS = Series(
     "Host time from a harvest to the next submitted plan.",
     buckets=_HOST_S,
 )
+PREFILL_DEFERRED = Series(
+    "flare_prefill_deferred_rounds",
+    Kind.COUNTER,
+    "Rounds before which a prompt's program was held back for the inter-token target.",
+)
 POLICY_CHOSEN = Series(
     "flare_policy_chosen_width",
     Kind.COUNTER,

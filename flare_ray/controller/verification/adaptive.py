@@ -10,6 +10,8 @@ Every round:
    filled from one queue, the long-run rate grows with every lane's *relative* speed, so lanes are
    joined by the mean logarithm (proportional fairness). On texts that turn, 64 lanes, an oracle for
    sums reaches 0.959 of the best fixed width, one for logarithms 1.000.
+   "Slo" is the same among programs at which the slowest lane is expected to keep the target time
+   between tokens; if none does, the slowest lane's speed alone counts.
 2. The program of the last round is kept if it is worse by no more than what a change of program was
    measured to cost, spread over SWITCH_DWELL rounds. Where a change costs nothing, nothing is kept.
 3. A *probe* may replace it, if the exploration account can pay (`exploration`).
@@ -32,7 +34,7 @@ from flare_ray.controller.verification.policy import Cohort, CompletedRound, Dec
 from flare_ray.controller.verification.survival import Floats, SurvivalEstimator
 from flare_ray.errors import ContractViolation
 
-Objective = Literal["latency", "throughput"]
+Objective = Literal["latency", "throughput", "slo"]
 
 STATED_BOUND = 0.04
 """Largest relative loss of goodput against the best fixed width over 2,000 simulated rounds, on
@@ -40,6 +42,9 @@ average over noise."""
 SWITCH_DECAY = 0.98
 SWITCH_DWELL = 8
 """Rounds a change of program is expected to last."""
+MISSED_SHARE = 0.01
+"""What a program that misses the target counts beside one that keeps it: less than any speed could
+make up for."""
 
 
 class _Last(NamedTuple):
@@ -61,7 +66,8 @@ class AdaptivePolicy:
     Args:
         measured_ns: start-up measurements of programs, if any.
         objective: "throughput" joins lanes by the mean logarithm of their tokens, "latency" by the
-            mean time per token.
+            mean time per token, "slo" as throughput under a target.
+        inter_token_ns: that target; needed under "slo" alone.
     """
 
     def __init__(
@@ -69,11 +75,13 @@ class AdaptivePolicy:
         measured_ns: Mapping[GraphShape, int] | None = None,
         *,
         objective: Objective = "throughput",
+        inter_token_ns: float = 0.0,
     ) -> None:
         self.survival = SurvivalEstimator()
         self.cost = CostTable(measured_ns)
         self.account = ExplorationAccount()
         self._objective = objective
+        self._target_ns = inter_token_ns
         self._prober = Prober(self.cost, self.account)
         self._switching = _SwitchCost()
         self._narrowest: Price | None = None
@@ -87,8 +95,10 @@ class AdaptivePolicy:
         useful = _useful(cohort, catalog)
         candidates = programs if useful == len(programs) else programs[:useful]
         expected = self.survival.expected_of(cohort.lanes)
-        values = self._values(expected, candidates)
         prices = self.cost.prices_ns(candidates)
+        values = self._values(expected, candidates)
+        if self._target_ns:
+            values = self._held_to_target(expected, candidates, values, prices)
         best = 0
         value, price = values[0], prices[0]
         for place in range(1, len(candidates)):
@@ -124,6 +134,7 @@ class AdaptivePolicy:
             account_ns=self.account.balance_ns,
             probe_ns=lost,
             regret_ns=max(loss_ns(values, prices, place, top), 0.0),
+            inter_token_ns=self._inter_token_ns(expected, candidates, prices),
             candidates=tuple([price.shape for price in candidates]),
             values=tuple(values),
             prices_ns=tuple(prices),
@@ -171,6 +182,35 @@ class AdaptivePolicy:
         else:
             joined = (lanes * np.exp(np.log(expected).sum(0) / lanes)).tolist()
         return [joined[price.shape.verify_width - 1] for price in candidates]
+
+    def _held_to_target(
+        self,
+        expected: Floats,
+        candidates: Sequence[Price],
+        values: Sequence[float],
+        prices: Sequence[float],
+    ) -> list[float]:
+        """Values under "slo": the slowest lane's tokens where a program misses the target, made
+        negligible if another one keeps it."""
+        slowest = expected.min(0).tolist()
+        tokens = [slowest[price.shape.verify_width - 1] for price in candidates]
+        kept = [ns <= self._target_ns * n for ns, n in zip(prices, tokens, strict=True)]
+        share = MISSED_SHARE if any(kept) else 1.0
+        return [
+            value if keeps else share * own
+            for value, own, keeps in zip(values, tokens, kept, strict=True)
+        ]
+
+    def _inter_token_ns(
+        self, expected: Floats, candidates: Sequence[Price], prices: Sequence[float]
+    ) -> tuple[float, ...]:
+        if not self._target_ns:
+            return ()
+        slowest = expected.min(0).tolist()
+        return tuple(
+            ns / slowest[price.shape.verify_width - 1]
+            for price, ns in zip(candidates, prices, strict=True)
+        )
 
     def _keep(
         self,

@@ -30,11 +30,13 @@ LOG_VERSION = 1
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened", kw_only=True):
-    """First line: which policy it is. `fixed_width` 0 = adaptive."""
+    """First line: which policy it is. `fixed_width` 0 = adaptive; `inter_token_ns` belongs to the
+    objective "slo"."""
 
     version: int = LOG_VERSION
     fixed_width: int = 0
     objective: Objective = "throughput"
+    inter_token_ns: float = 0.0
     measured: tuple[tuple[GraphShape, int], ...] = ()
 
 
@@ -164,7 +166,11 @@ def policy_of(opened: Opened) -> VerificationPolicy:
     """A fresh policy with the settings of a log's first line."""
     if opened.fixed_width:
         return FixedPolicy(opened.fixed_width)
-    return AdaptivePolicy(dict(opened.measured), objective=opened.objective)
+    return AdaptivePolicy(
+        dict(opened.measured),
+        objective=opened.objective,
+        inter_token_ns=opened.inter_token_ns,
+    )
 
 
 def replay(path: Path) -> tuple[int, int]:

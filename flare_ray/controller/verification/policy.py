@@ -76,6 +76,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
         regret_ns: expected shortfall of this round against the best candidate by present estimates;
             0 unless the choice was not the best.
         candidates / values / prices_ns: what was compared, in the catalog's order; () under fixed.
+        inter_token_ns: under the objective "slo" the slowest lane's expected time between tokens by
+            candidate; () under others.
     """
 
     shape: GraphShape
@@ -88,6 +90,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     candidates: tuple[GraphShape, ...] = ()
     values: tuple[float, ...] = ()
     prices_ns: tuple[float, ...] = ()
+    inter_token_ns: tuple[float, ...] = ()
 
 
 class VerificationPolicy(Protocol):
