@@ -13,7 +13,7 @@ their own in turn with theirs (`grammar.own_rounds`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flare_ray.contracts.plan import (
@@ -31,7 +31,7 @@ from flare_ray.contracts.plan import (
     SlotRestore,
     SnapshotSave,
 )
-from flare_ray.contracts.record import LaneRecord
+from flare_ray.contracts.record import LaneRecord, Status
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
@@ -46,6 +46,7 @@ from flare_ray.controller.sampling import logit_rules, seen_bits
 from flare_ray.controller.verification import (
     Cohort,
     CohortLane,
+    CompletedRound,
     Decision,
     ProposalSource,
     VerificationPolicy,
@@ -56,6 +57,8 @@ PROGRAM_OVERHEAD_ROWS = 32
 ones. A guess: the two differ little where it matters."""
 
 
+_ACTIVE = int(Status.ACTIVE)
+"""One, as a plain number."""
 RULE_BYTES = 24
 WORD_TOKEN_BYTES = 5
 PLAN_RULE_BYTES = (
@@ -219,17 +222,23 @@ class Planner:
     def _last_round(self, live: LiveRequest) -> int:
         return self._last_round_of.get(live.uid, -1)
 
-    def harvested(self, plan: RoundPlan, lanes: Sequence[LaneRecord], cost_ns: int) -> None:
+    def harvested(
+        self, planned: SubmittedRound, lanes: tuple[LaneRecord, ...], cost_ns: int
+    ) -> None:
         """A program has run; `cost_ns` is all the time it took, host gap included."""
-        if self._gate is None:
-            return
+        plan, gate = planned.plan, self._gate
         if plan.prefill:
-            self._gate.prompts_done(cost_ns)
+            if gate is not None:
+                gate.prompts_done(cost_ns)
             return
-        alive = sum(lane.emitted > 0 for lane in lanes)
-        if alive:
-            emitted = sum(lane.emitted for lane in lanes)
-            self._gate.round_done(cost_ns, emitted=emitted, lanes=alive)
+        alive = sum([lane.status & _ACTIVE for lane in lanes])
+        if not alive:
+            return  # behind everyone's last round it may be skipped: its cost tells nothing
+        copied = any(lane.copy_sources for lane in plan.lanes)
+        sources = tuple(lane.copy_sources for lane in plan.lanes) if copied else ()
+        self._policy.observe(CompletedRound(plan.shape, lanes, sources), cost_ns)
+        if gate is not None:
+            gate.round_done(cost_ns, emitted=sum(lane.emitted for lane in lanes), lanes=alive)
 
     def forget(self, live: LiveRequest) -> None:
         """The request has ended."""

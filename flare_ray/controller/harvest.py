@@ -15,7 +15,6 @@ from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import End
-from flare_ray.controller.verification import CompletedRound, VerificationPolicy
 from flare_ray.errors import ContractViolation
 
 # Plain numbers: an operator of the enumeration costs a microsecond.
@@ -33,15 +32,12 @@ class Harvester:
         self,
         publisher: Publisher,
         planner: Planner,
-        policy: VerificationPolicy,
-        *,
         meters: Meters,
         snapshots: Snapshots,
     ) -> None:
         self._publisher = publisher
         self._snapshots = snapshots
         self._planner = planner
-        self._policy = policy
         self._meters = meters
         self._last_harvest_ns = 0
 
@@ -64,10 +60,7 @@ class Harvester:
             )
         cost_ns = now_ns - max(self._last_harvest_ns, planned.started_ns)
         self._last_harvest_ns = now_ns
-        self._planner.harvested(plan, result.lanes, cost_ns)
-        if not plan.prefill and any(record.status & _ACTIVE for record in result.lanes):
-            # A round behind everyone's last one may be skipped: its cost tells nothing.
-            self._policy.observe(_completed(planned, result), cost_ns)
+        self._planner.harvested(planned, result.lanes, cost_ns)
         self._meters.harvested(planned, result, cost_ns)
         self._snapshots.harvested(planned.captures, planned.lanes, result.lanes)
         for place, (live, record) in enumerate(zip(planned.lanes, result.lanes, strict=True)):
@@ -175,11 +168,3 @@ class Harvester:
             param="bad_words" if live.matcher is None else PARAM,
             emitted=live.emitted,
         )
-
-
-def _completed(planned: SubmittedRound, result: RoundResult) -> CompletedRound:
-    """What the policy learns from a round."""
-    lanes = planned.plan.lanes
-    copied = any(lane.copy_sources for lane in lanes)
-    sources = tuple(lane.copy_sources for lane in lanes) if copied else ()
-    return CompletedRound(planned.plan.shape, result.lanes, sources)

@@ -149,13 +149,7 @@ class Controller:
         )
         self._publisher = Publisher(output, recorder)
         self._meters = Meters(recorder, self._admission, self.cache)
-        self._harvester = Harvester(
-            self._publisher,
-            self._planner,
-            self._policy,
-            meters=self._meters,
-            snapshots=self._snapshots,
-        )
+        self._harvester = Harvester(self._publisher, self._planner, self._meters, self._snapshots)
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
         self._gate = GrammarGate(most=limits.max_waiting, retry_after_s=self._retry_after_s)

@@ -1,5 +1,7 @@
 """The objective slo: widths that keep the inter-token target, and prompts held back for it."""
 
+import itertools
+
 import pytest
 from pydantic import ValidationError
 
@@ -71,7 +73,7 @@ def test_without_a_target_prompts_alternate_with_rounds(make_harness):
 def test_target_out_of_reach_holds_prompts_back_for_a_bounded_number_of_rounds(make_harness):
     _, plans = beside_decode(make_harness, {"objective": "slo", "inter_token_slo_ms": 1.0})
     places = [i for i, plan in enumerate(plans) if plan.prefill]
-    gaps = [after - before - 1 for before, after in zip(places, places[1:], strict=False)]
+    gaps = [after - before - 1 for before, after in itertools.pairwise(places)]
     assert max(gaps) <= MOST_DEFERRED_ROUNDS + 1
     assert min(gaps[1:]) >= MOST_DEFERRED_ROUNDS
 
