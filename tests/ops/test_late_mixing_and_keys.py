@@ -102,14 +102,17 @@ def listed(seed: int, rows: int, pool: int, count: int, dim: int) -> Listed:
     return Listed(keys, index)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 4, 6])
 @pytest.mark.parametrize("block", [None, 64])
-def test_attention_equals_one_softmax_over_both_lists_and_the_sink(monkeypatch, block):
+def test_attention_equals_one_softmax_over_both_lists_and_the_sink(monkeypatch, block, heads):
+    """Compiled, and in torch in blocks."""
+    attend = sink_attention if block is None else sink_reference.sink_attention
     if block is not None:
         monkeypatch.setattr(sink_reference, "BLOCK_ELEMENTS", block)
-    rows, heads, dim = 7, 3, 16
+    rows, dim = 7, 16
     query, sink = noise(rows, heads, dim), noise(heads, seed=9)
     lists = (listed(1, rows, 20, 6, dim), listed(2, rows, 30, 4, dim))
-    got = sink_attention(query, lists, sink, scale=0.3)
+    got = attend(query, lists, sink, scale=0.3)
     for row in range(rows):
         keys = torch.cat([part.pool[part.index[row][part.index[row] >= 0]] for part in lists])
         for head in range(heads):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.linear.api import Parts
 from flare_ray.device.ops.pooled_index.api import (
     best_pools,
     candidate_blocks,
@@ -180,7 +181,8 @@ class AttentionWeights:
         joint: rows -> query latent and raw key side by side, `rank` and D channels.
         query: query latent -> heads * D.
         sink: [heads] float32.
-        group: [groups, inputs, group rank]; output: groups * group rank -> partial sum [R, H].
+        group: heads * D -> groups * group rank, each group of heads by itself.
+        output: groups * group rank -> partial sum [R, H].
     """
 
     joint: Multiply
@@ -188,7 +190,7 @@ class AttentionWeights:
     query_norm: RmsNorm
     key_norm: RmsNorm
     sink: Tensor
-    group: Tensor
+    group: Parts
     output: Multiply
 
 
@@ -241,12 +243,11 @@ class Attention:
 
     def _attend(self, latent: Tensor, phase: Tensor, lists: tuple[Listed, ...]) -> Tensor:
         weights = self._weights
-        heads, groups = weights.sink.shape[0], weights.group.shape[0]
-        query = rotate(weights.query(latent).unflatten(1, (heads, -1)), phase)
+        query = weights.query(latent).unflatten(1, (weights.sink.shape[0], -1))
+        query = rotate(query, phase)
         result = sink_attention(query, lists, weights.sink, scale=self._scale)
-        result = rotate(result, phase, back=True).reshape(latent.shape[0], groups, -1)
-        grouped = torch.bmm(result.transpose(0, 1), weights.group)
-        return weights.output(grouped.transpose(0, 1).flatten(1))
+        result = rotate(result, phase, back=True).flatten(1)
+        return weights.output(weights.group(result))
 
 
 class ContextKey:

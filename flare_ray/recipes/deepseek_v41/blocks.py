@@ -25,7 +25,7 @@ from flare_ray.device.layers.tables import (
 from flare_ray.device.ops.engram.api import NgramRows
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape, mix_out
 from flare_ray.device.ops.key_rounding.api import round_fp4, round_fp4_e4m3, round_fp8
-from flare_ray.device.ops.linear.api import Linear
+from flare_ray.device.ops.linear.api import Linear, Parts
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.weights.budget import shard_bounds
@@ -210,7 +210,7 @@ def _attention(reader: Reader, prefix: str, layer: int | None) -> Attention:
         query_norm=reader.norm(f"{prefix}q_norm"),
         key_norm=reader.norm(f"{prefix}kv_norm"),
         sink=reader.rows(f"{prefix}attn_sink", dtype=torch.float32),
-        group=group.transpose(1, 2).contiguous(),
+        group=Parts(group),
         output=reader.product(output, reader.columns(output)),
     )
     mode = Mode.WINDOW if layer is None else geometry.mode(layer)

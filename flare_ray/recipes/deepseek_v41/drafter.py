@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.hyper_connection.api import collapse
+from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.rotary_pairs.api import frequencies, phases
 from flare_ray.device.ops.sink_attention.api import Listed
 from flare_ray.device.weights.loader import RankWeights
@@ -101,9 +102,8 @@ class DsparkDrafter:
         self._transition = wide_rows(reader, f"{last}markov_head.head.weight")
         proj = reader.whole(f"{last}confidence_head.proj.weight", dtype=torch.float32)
         # the head of c and that of the embedding: one is a product of the whole block
-        self._of_row, self._of_token = proj.view(-1).split(
-            [geometry.hidden, geometry.dspark.markov_rank]
-        )
+        sizes = [geometry.hidden, geometry.dspark.markov_rank]
+        self._of_row, self._of_token = (Linear(part) for part in proj.view(1, -1).split(sizes, 1))
         rates = frequencies(geometry.attention.rope_dim, geometry.rope.theta)
         self._rates = rates.to(weights.device)
 
@@ -124,11 +124,11 @@ class DsparkDrafter:
         if depth == 0:
             return
         rows, base = self._block(start, state)
-        sure = rows.to(torch.float32).matmul(self._of_row)
+        sure = self._of_row(rows.flatten(0, 1).to(torch.float32)).view(-1, depth)
         token = start.pending
         for step in range(depth):
             before = self._markov.index_select(0, token).to(torch.float32)
-            sink.forecast(step, torch.sigmoid(sure[:, step] + before.matmul(self._of_token)))
+            sink.forecast(step, _chance(sure[:, step] + self._of_token(before).squeeze(1)))
             logits = self._comm.all_gather(base[:, step] + self._transition(before))
             token = sink.draw(step, logits)
 
@@ -170,6 +170,11 @@ class DsparkDrafter:
             own=own.repeat_interleave(depth, dim=0),
             phase=phases(ahead.view(-1), self._rates),
         )
+
+
+def _chance(logits: Tensor) -> Tensor:
+    """Sigmoid of [B]. torch's own has other last bits in a vector's rest than inside it."""
+    return logits.neg().exp_().add_(1.0).reciprocal_()
 
 
 def _stage(reader: Reader, number: int) -> _Stage:

@@ -63,6 +63,11 @@ def gated_write(streams: Tensor, key_value: Tensor, factor: Tensor, *, eps: floa
     rows, count, hidden = streams.shape
     expect_shape("key_value", key_value, rows, (count + 1) * hidden)
     expect_shape("factor", factor, count, hidden)
+    plain = streams.dtype == key_value.dtype == torch.float32
+    if streams.device.type == "cpu" and plain:
+        from flare_ray.device.ops.engram import numba
+
+        return numba.gated_write(streams, key_value, factor, eps=eps, least=SMALLEST_PRODUCT)
     wide = streams.to(torch.float32)
     joint = key_value.to(torch.float32).view(rows, count + 1, hidden)
     key, value = joint[:, :count], joint[:, count:]

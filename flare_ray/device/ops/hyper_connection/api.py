@@ -178,6 +178,10 @@ def _cuda_site(projection: Tensor, base: Tensor, shape: SinkhornShape) -> Any:
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Sum over streams of pre [R, n] float32 times streams [R, n, H], in float32: [R, H]."""
+    if streams.device.type == "cpu" and streams.dtype == torch.float32:
+        from flare_ray.device.ops.hyper_connection import numba
+
+        return numba.collapse(streams, pre)
     mixed = torch.bmm(pre.unsqueeze(1), streams.to(torch.float32)).squeeze(1)
     return mixed.to(streams.dtype)
 

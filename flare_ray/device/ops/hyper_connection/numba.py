@@ -129,6 +129,20 @@ def _mix_out(block, streams, post, mix, out, rows, n, hidden):
                     news[row, j, i] += share * olds[row, source, i]
 
 
+@kernel("iiiiii")
+def _collapse(streams, pre, out, rows, n, hidden):
+    values, results = (
+        cube(streams, rows, n, hidden, np.float32),
+        matrix(out, rows, hidden, np.float32),
+    )
+    shares = matrix(pre, rows, n, np.float32)
+    for row in range(rows):
+        results[row] = np.float32(0.0)
+        for c in range(n):
+            for i in range(hidden):
+                results[row, i] += shares[row, c] * values[row, c, i]
+
+
 def mix_in(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
     """Streams [R, n, H] float32 -> (block input [R, H], post [R, n], mix [R, n, n])."""
     block, _pre, post, mix = _sites(streams, None, site)
@@ -182,4 +196,13 @@ def mix_out(block: Tensor, streams: Tensor, post: Tensor, mix: Tensor) -> Tensor
         n,
         hidden,
     )
+    return out
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """As `api.collapse`, streams float32."""
+    streams, pre = streams.contiguous(), pre.contiguous()
+    rows, n, hidden = streams.shape
+    out = torch.empty((rows, hidden))
+    _collapse(streams.data_ptr(), pre.data_ptr(), out.data_ptr(), rows, n, hidden)
     return out

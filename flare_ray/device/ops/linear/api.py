@@ -73,6 +73,34 @@ class Halves:
         return torch.bmm(x.unflatten(1, (2, -1)).transpose(0, 1), self._kept)
 
 
+class Parts:
+    """A constant matrix for each of several equal parts of a row.
+
+    Args:
+        weights: [G, out, in]; not to be changed afterwards.
+    Attributes:
+        count: G.
+    """
+
+    __slots__ = ("_kept", "_panels", "_size", "count")
+
+    def __init__(self, weights: Tensor) -> None:
+        expect_shape("weights", weights, None, None, None)
+        self.count, self._size, _ = weights.shape
+        self._panels = _paneled(weights)
+        if self._panels is None:
+            self._kept = weights.transpose(1, 2).contiguous()
+        else:
+            self._kept = self._panels.stored(weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[R, G in] -> [R, G out], of x's type."""
+        if self._panels is not None:
+            return self._panels.multiply_parts(x, self._kept, self._size)
+        parts = torch.bmm(x.unflatten(1, (self.count, -1)).transpose(0, 1), self._kept)
+        return parts.transpose(0, 1).flatten(1)
+
+
 def concatenated(*weights: Tensor) -> Linear:
     """One `Linear` for several matrices of one input; outputs follow in order."""
     return Linear(torch.cat(weights) if len(weights) > 1 else weights[0])

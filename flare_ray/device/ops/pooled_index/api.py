@@ -55,6 +55,11 @@ def pool_scores(query: Tensor, keys: Tensor, weights: Tensor | None) -> Tensor:
 
         if triton.fits(query, keys):
             return triton.pool_scores(query, keys, weights)
+    kinds = {query.dtype, keys.dtype, query.dtype if weights is None else weights.dtype}
+    if keys.device.type == "cpu" and kinds == {torch.float32}:
+        from flare_ray.device.ops.pooled_index import numba
+
+        return numba.pool_scores(query, keys, weights)
     return reference.pool_scores(query, keys, weights)
 
 
@@ -67,8 +72,8 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
         scores: [..., P] float32.
         visible: [...] int64, finished pools the row may see.
     Returns:
-        [..., min(count, P)] int64, best first (on CUDA in order of pool), then -1 where there are
-        fewer.
+        [..., min(count, P)] int64 in order of pool, then -1 where there are fewer. So what attends
+        to them sums in an order that no other pool's score decides.
     Raises:
         ContractViolation: shapes disagree.
     """
@@ -77,6 +82,10 @@ def best_pools(scores: Tensor, visible: Tensor, *, count: int) -> Tensor:
         from flare_ray.device.ops.pooled_index.selection import triton
 
         return triton.best_pools(scores, visible, count=count)
+    if scores.device.type == "cpu" and scores.dtype == torch.float32:
+        from flare_ray.device.ops.pooled_index import numba
+
+        return numba.best_pools(scores, visible, count=count)
     return reference.best_pools(scores, visible, count=count)
 
 

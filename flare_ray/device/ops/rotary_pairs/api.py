@@ -63,6 +63,10 @@ def rotate(x: Tensor, phase: Tensor, *, back: bool = False) -> Tensor:
         ContractViolation: shapes disagree.
     """
     expect_shape("phase", phase, x.shape[0], None)
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        from flare_ray.device.ops.rotary_pairs import numba
+
+        return numba.rotate(x, phase, back=back)
     turned = 2 * phase.shape[1]
     kept, tail = x.split([x.shape[-1] - turned, turned], dim=-1)
     pairs = torch.view_as_complex(tail.to(torch.float32).unflatten(-1, (-1, 2)).contiguous())

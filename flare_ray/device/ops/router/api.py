@@ -15,9 +15,6 @@ from flare_ray.device.ops.router import reference
 
 Scoring = Literal["sigmoid", "sqrt_softplus"]
 
-COMPILED_ROWS = 32
-"""Most rows of the compiled form; a guess: more are better multiplied together."""
-
 CUDA_EXPERTS = 1024
 """Most experts of the CUDA kernel, whose program holds a row's scores in registers."""
 
@@ -47,8 +44,7 @@ def route(
     """
     expect_shape("x", x, None, weight.shape[1])
     expect_shape("bias", bias, weight.shape[0])
-    few = x.shape[0] <= COMPILED_ROWS and x.is_contiguous()
-    if few and x.device.type == "cpu" and x.dtype == torch.float32:
+    if x.device.type == "cpu" and x.dtype == torch.float32:
         from flare_ray.device.ops.router import numba
 
         return numba.route(x, weight, bias, top_k=top_k, scale=scale, scoring=scoring)

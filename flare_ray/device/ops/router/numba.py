@@ -1,4 +1,4 @@
-"""Routing of a few rows on CPU."""
+"""Routing on CPU, row by row."""
 
 from __future__ import annotations
 
@@ -70,8 +70,9 @@ def route(
     scale: float,
     scoring: str = "sigmoid",
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.route`, every operand float32 and contiguous."""
+    """As `reference.route`, every operand float32."""
     rows, hidden = x.shape
+    x, weight = x.contiguous(), weight.contiguous()
     chosen = torch.empty((rows, top_k), dtype=torch.int64)
     weights = torch.empty((rows, top_k))
     _run(

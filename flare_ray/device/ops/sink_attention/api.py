@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.sink_attention import reference
+from flare_ray.errors import ContractViolation
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ def sink_attention(
 
     Args:
         query: [R, H, D].
-        lists: at least one.
+        lists: one or two.
         sink: [H] float32, not scaled.
         scale: factor on the products.
     Returns:
@@ -42,7 +44,13 @@ def sink_attention(
     """
     rows, heads, dim = query.shape
     expect_shape("sink", sink, heads)
+    if not 1 <= len(lists) <= 2:
+        raise ContractViolation(f"{len(lists)} lists of rows, expected one or two")
     for listed in lists:
         expect_shape("pool", listed.pool, None, dim)
         expect_shape("index", listed.index, rows, None)
+    if query.device.type == "cpu" and query.dtype == lists[0].pool.dtype == torch.float32:
+        from flare_ray.device.ops.sink_attention import numba
+
+        return numba.sink_attention(query, lists, sink, scale=scale)
     return reference.sink_attention(query, lists, sink, scale=scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,5 +29,9 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float) -> Tensor:
         return triton.clamped_swiglu(gate_up.view(-1, width), limit=limit).view(
             *gate_up.shape[:-1], width // 2
         )
+    if gate_up.device.type == "cpu" and gate_up.dtype == torch.float32:
+        from flare_ray.device.ops.swiglu import numba
+
+        return numba.clamped_swiglu(gate_up, limit=limit)
     gate, up = gate_up[..., : width // 2], gate_up[..., width // 2 :]
     return F.silu(gate.clamp(max=limit), inplace=True).mul_(up.clamp(-limit, limit))
