@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import msgspec
 
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.serving.workload import Prompt
+from flare_ray.workload import http as streams
+from flare_ray.workload.endpoints import EndpointError
 
 REQUEST_LIMIT_S = 120.0
-_DATA = "data: "
-_DONE = "[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +61,8 @@ class Pass:
         return sum(one.completion_tokens for one in self.observations)
 
 
-class StreamReader:
-    """Collects one stream's chunks."""
-
-    def __init__(self) -> None:
-        self.usage: dict[str, int] | None = None
-        self.finish_reason = ""
-        self.chunks = 0
-        self.done = False
+class StreamReader(streams.StreamReader):
+    """Collects one stream's chunks; what breaks it fails the run."""
 
     def take(self, line: str) -> bool:
         """Read one line of the stream; whether it carried output.
@@ -77,29 +70,10 @@ class StreamReader:
         Raises:
             BenchmarkFailure: it carried an error.
         """
-        if not line.startswith(_DATA):
-            return False
-        data = line.removeprefix(_DATA)
-        if data == _DONE:
-            self.done = True
-            return False
-        chunk = msgspec.json.decode(data)
-        if "error" in chunk:
-            raise BenchmarkFailure(f"error inside a stream: {chunk['error']}")
-        self.usage = chunk.get("usage") or self.usage
-        has_output = False
-        for choice in chunk["choices"]:
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            has_output = has_output or _has_output(choice)
-        self.chunks += has_output
-        return has_output
-
-
-def _has_output(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta")
-    if delta is None:
-        return bool(choice["text"])
-    return any(delta.get(key) for key in ("content", "reasoning_content", "tool_calls"))
+        try:
+            return super().take(line)
+        except EndpointError as error:
+            raise BenchmarkFailure(str(error)) from error
 
 
 def stream(client: httpx.Client, prompt: Prompt, *, path: str, body: dict[str, Any]) -> Observation:

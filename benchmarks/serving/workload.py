@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.support.results import ROOT
+from flare_ray.workload.items import openai_message
 
 PROMPTS = ROOT / "benchmarks" / "demo_training" / "eval_prompts.jsonl"
 CATEGORIES = (
@@ -74,25 +75,6 @@ class Prompt:
         if effort is not None:
             body["reasoning_effort"] = effort.group(1).lower()
         return body
-
-
-def openai_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the API spells it: the file keeps calls as name and arguments alone."""
-    calls = message.get("tool_calls")
-    if not calls:
-        return dict(message)
-    return dict(message) | {
-        "tool_calls": [
-            {
-                "type": "function",
-                "function": {
-                    "name": call["name"],
-                    "arguments": json.dumps(call["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in calls
-        ]
-    }
 
 
 def load_prompts(path: Path, checkpoint: Path) -> dict[str, list[Prompt]]:

@@ -10,7 +10,6 @@ import operator as op
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -21,6 +20,8 @@ from typing import Literal, Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 from rich.console import Console
 from rich.table import Table
+
+from flare_ray.workload.environment import commit_of, cpu_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -226,23 +227,7 @@ def conclude(
 
 def current_commit() -> str:
     """Commit of the checkout, with ``-dirty`` when tracked files other than results differ."""
-    commit = _git("rev-parse", "HEAD")
-    if commit is None:
-        return "unknown (not a git checkout)"
-    changed = _git(
-        "status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks/results"
-    )
-    return f"{commit}-dirty" if changed else commit
-
-
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
+    return commit_of(ROOT, ignored=("benchmarks/results",))
 
 
 def describe_versions() -> dict[str, str]:
@@ -262,22 +247,11 @@ def describe_machine() -> Machine:
 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
     return Machine(
-        cpu=_cpu_model(),
+        cpu=cpu_model(),
         cores=len(os.sched_getaffinity(0)),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         accelerators=[torch.cuda.get_device_name(index) for index in devices],
     )
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def running_command() -> list[str]:

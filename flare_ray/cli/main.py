@@ -17,6 +17,7 @@ import typer
 from flare_ray._version import __version__
 from flare_ray.cli.knobs import refuse_foreign
 from flare_ray.cli.options import EngineOptions
+from flare_ray.cli.workload import COMMANDS as WORKLOAD_COMMANDS
 from flare_ray.errors import ConfigError, ContractViolation, FlareError
 
 EXIT_PROBLEMS = 1
@@ -344,6 +345,11 @@ for _name, _command in {
 _policy = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 _policy.command("explain")(ExplainPolicy)
 app.add_typer(_policy, name="policy", help="Look into decisions about widths.")
+
+_workload = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+for _name, _workload_command in WORKLOAD_COMMANDS.items():
+    _workload.command(_name)(_workload_command)
+app.add_typer(_workload, name="workload", help="Measure servers with the frozen workload.")
 
 
 def main() -> None:
