@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from flare_ray.actors.thread_channel import ThreadChannel
     from flare_ray.config import EngineConfig
     from flare_ray.contracts.plan import RoundPlan
-    from flare_ray.contracts.record import LaneRecord
     from flare_ray.controller.ports import RoundResult
 
 LIMIT_S = 300.0
@@ -165,18 +164,18 @@ class _Replay:
             BenchmarkFailure: a record differs.
         """
         from flare_ray.actors.rank_loop import run_plan
+        from flare_ray.contracts.record import unpack_rows
 
         results = recording.results[self._done :]
         plans = recording.plans[self._done : self._done + len(results)]
-        records: list[tuple[LaneRecord, ...]] = []
+        replies = []
         started_s, cpu_s = time.perf_counter(), time.process_time()
         for plan in plans:
-            reply = run_plan(self._executor, plan, self._masks, _no_barrier)
-            records.append(reply.lanes)
+            replies.append(run_plan(self._executor, plan, self._masks, _no_barrier))
         wall_s, spent_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         self._done += len(results)
-        for result, lanes in zip(results, records, strict=True):
-            if tuple(lanes) != tuple(result.lanes):
+        for result, reply in zip(results, replies, strict=True):
+            if unpack_rows(reply.rows, reply.scores, reply.prompt_scores) != result.lanes:
                 raise BenchmarkFailure(f"round {result.round_id} was replayed to another record")
         return wall_s, spent_s
 

@@ -18,8 +18,9 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -28,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from benchmarks.serving.alone import call_alone
 from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.support.results import RESULTS, conclude, running_command
-from benchmarks.workload.arms import ADAPTIVE, ARMS, CHECKPOINT, started
+from benchmarks.workload.arms import ADAPTIVE, ARMS, CHECKPOINT, ENGINE, started
 from benchmarks.workload.metrics import BOUNDS, workload_metrics
 from benchmarks.workload.replay import Replayed, ReplayJob, measure_replay
 from flare_ray.workload.arrivals import parse_arrivals
@@ -54,12 +55,14 @@ class Size:
         settings: of the requests.
         replay_requests: a batch of lanes more is run first and not counted.
         replay_tokens: output of each.
+        engine: settings of every engine besides its speculation.
     """
 
     settings: RunSettings
     arms: tuple[str, ...]
     replay_requests: int
     replay_tokens: int
+    engine: dict[str, Any] = field(default_factory=lambda: ENGINE)
 
 
 OFFICIAL = Size(
@@ -67,7 +70,7 @@ OFFICIAL = Size(
         categories=CATEGORIES,
         arrivals=parse_arrivals("closed:1"),
         sessions=4,
-        warm=1,
+        warm=2,
         repeats=2,
         chunk=2,
         reproducible=True,
@@ -105,7 +108,7 @@ def run_arms(size: Size, checkpoint: Path, out: Path, console: Console) -> Run:
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(out, header))
-        running = stack.enter_context(started(size.arms, checkpoint))
+        running = stack.enter_context(started(size.arms, checkpoint, engine=size.engine))
         for refused in running.refused:
             journal.write(refused)
             console.print(f"{refused.arm} did not start: {refused.refused}", markup=False)
@@ -132,6 +135,7 @@ def run_replays(size: Size, checkpoint: Path) -> dict[str, Replayed]:
             max_tokens=size.replay_tokens,
             arm=ADAPTIVE,
             checkpoint=checkpoint,
+            engine=size.engine,
         )
         found[f"b{lanes}"] = call_alone(measure_replay, job, limit_s=REPLAY_LIMIT_S)
     return found

@@ -40,6 +40,8 @@ def _figure(columns: int = 1) -> tuple[Any, Any]:
         ) from error
     # Equal data give equal bytes.
     matplotlib.rcParams["svg.hashsalt"] = "flare"
+    # Letters as text, not as outlines: a tenth of the size, and searchable.
+    matplotlib.rcParams["svg.fonttype"] = "none"
     figure = Figure(figsize=SIZE_IN, layout="constrained")
     return figure, figure.subplots(1, columns)
 
@@ -75,7 +77,7 @@ def _tails(run: Run) -> str:
                 "whole request": [one.total_s * 1e3 for one in seen],
             }[title]
             if values:
-                shares = np.linspace(0, 1, 201)
+                shares = np.linspace(0, 1, 61)
                 axes.plot(np.quantile(values, shares), shares, label=arm, linewidth=1)
         axes.set_xscale("log")
         axes.set_xlabel(f"{title}, ms")
