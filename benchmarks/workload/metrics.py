@@ -53,7 +53,7 @@ def workload_metrics(run: Run, replays: dict[str, Replayed]) -> dict[str, JsonVa
         "unequal_requests": len(equal_work(run)),
         "failed_requests": sum(bool(one.error) for one in run.observations),
         "refused_arms": dict(run.refused),
-        "replays": {name: _replay(one) for name, one in replays.items()},
+        "replays": {name: replay_figures(one) for name, one in replays.items()},
         "workload": {
             "name": run.header.workload,
             "sha256": run.header.digest,
@@ -121,13 +121,15 @@ def _arm(run: Run, cell: Cell) -> dict[str, JsonValue]:
     }
 
 
-def _replay(one: Replayed) -> dict[str, JsonValue]:
+def replay_figures(one: Replayed) -> dict[str, JsonValue]:
+    """Ratios of one comparison and what they come from."""
     return {
         "service_vs_replay": one.ratio,
         "service_vs_replay_cpu": one.cpu_ratio,
         "service_s": one.service_s,
         "replay_s": one.replay_s,
         "device_s": one.device_s,
+        "gap_us": one.gap_us,
         "rounds": one.rounds,
         "tokens": one.tokens,
     }

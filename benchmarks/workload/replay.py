@@ -8,6 +8,7 @@ be equal, otherwise the replay did other work.
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.workload.arms import ENGINE, engine_settings
 from flare_ray.contracts.messages import Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingParams
+from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.sampling import resolve
 
 if TYPE_CHECKING:
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from flare_ray.actors.thread_channel import ThreadChannel
     from flare_ray.config import EngineConfig
     from flare_ray.contracts.plan import RoundPlan
-    from flare_ray.controller.ports import RoundResult
 
 LIMIT_S = 300.0
 
@@ -55,6 +56,8 @@ class Replayed:
 
     Attributes:
         device_s: program time that rank 0 reported within the service's.
+        gap_us: median time between an answer that leaves the ranks idle and the next plan, inside a
+            batch; 0 where a round was always queued.
     """
 
     service_s: float
@@ -64,6 +67,7 @@ class Replayed:
     device_s: float
     rounds: int
     tokens: int
+    gap_us: float
 
     @property
     def ratio(self) -> float:
@@ -77,24 +81,35 @@ class Replayed:
 
 
 class _Recording:
-    """A channel that keeps what passes; everything else is the channel's own."""
+    """A channel that keeps what passes; everything else is the channel's own.
+
+    Attributes:
+        gaps_s: from the answer that left the ranks without work to the next plan.
+    """
 
     def __init__(self, channel: ThreadChannel) -> None:
         self._channel = channel
         self.plans: list[RoundPlan] = []
         self.results: list[RoundResult] = []
+        self.gaps_s: list[float] = []
+        self._idle_since_s = 0.0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
     def submit(self, plan: RoundPlan) -> None:
+        if self._idle_since_s:
+            self.gaps_s.append(time.perf_counter() - self._idle_since_s)
+            self._idle_since_s = 0.0
         self._channel.submit(plan)
         self.plans.append(plan)
 
     def receive(self, timeout_s: float) -> Any:
         result = self._channel.receive(timeout_s)
-        if result is not None and hasattr(result, "elapsed_ns"):
+        if isinstance(result, RoundResult):
             self.results.append(result)
+            idle = len(self.results) == len(self.plans)
+            self._idle_since_s = time.perf_counter() if idle else 0.0
         return result
 
 
@@ -188,9 +203,10 @@ def _in_turn(job: ReplayJob, core: EngineCore, recording: _Recording, replay: _R
     """Batches of requests, each replayed right behind; the first one warms both up."""
     totals = [0.0] * 5
     rounds = tokens = 0
+    gaps_s: list[float] = []
     batches = [job.prompts[i : i + job.lanes] for i in range(0, len(job.prompts), job.lanes)]
     for number, batch in enumerate(batches):
-        before = len(recording.results)
+        before, gaps_before = len(recording.results), len(recording.gaps_s)
         started_s, cpu_s = time.perf_counter(), time.process_time()
         ends = _answer(core, job, batch, number)
         service = (time.perf_counter() - started_s, time.process_time() - cpu_s)
@@ -201,6 +217,8 @@ def _in_turn(job: ReplayJob, core: EngineCore, recording: _Recording, replay: _R
             for place, value in enumerate((*service, *replayed, device_s)):
                 totals[place] += value
             rounds += len(grown)
+            # The first one lies between batches.
+            gaps_s += recording.gaps_s[gaps_before + 1 :]
             tokens += sum(end.completion_tokens for end in ends)
     return Replayed(
         service_s=totals[0],
@@ -210,6 +228,7 @@ def _in_turn(job: ReplayJob, core: EngineCore, recording: _Recording, replay: _R
         device_s=totals[4],
         rounds=rounds,
         tokens=tokens,
+        gap_us=statistics.median(gaps_s) * 1e6 if gaps_s else 0.0,
     )
 
 

@@ -9,6 +9,7 @@ from benchmarks.serving.failure import BenchmarkFailure
 from benchmarks.support.results import write_result
 from benchmarks.workload import replay as replays
 from benchmarks.workload.arms import ARMS, HISTORY, speculation_of
+from benchmarks.workload.baselines import BaselineJob, measure_baselines
 from benchmarks.workload.metrics import BOUNDS, workload_metrics
 from benchmarks.workload.replay import Replayed, ReplayJob, measure_replay
 from benchmarks.workload.run import OFFICIAL, SMALL, Size, run_arms
@@ -54,10 +55,10 @@ def test_arms_do_equal_work_and_give_every_metric(checkpoint, tmp_path):
     arms = ("off", "fixed-0", "adaptive", HISTORY)
     size = Size(settings=settings, arms=arms, replay_requests=0, replay_tokens=0, engine=ENGINE)
     run = run_arms(size, checkpoint, tmp_path / "run", Console(quiet=True))
-    replayed = Replayed(1.1, 1.0, 1.1, 1.0, 0.9, 10, 20)
+    replayed = Replayed(1.1, 1.0, 1.1, 1.0, 0.9, 10, 20, 400.0)
     metrics = workload_metrics(run, {"b1": replayed})
     assert metrics["unequal_requests"] == metrics["failed_requests"] == 0
-    assert list(metrics["refused_arms"]) == [HISTORY]
+    assert set(run.refused) == {HISTORY}
     written = write_result("workload", metrics, BOUNDS, folder=tmp_path / "results")
     assert len(written.targets) == len(BOUNDS)
     text = markdown(tables_of(run))
@@ -68,6 +69,7 @@ def test_replay_repeats_every_record(checkpoint):
     found = measure_replay(job_of(checkpoint))
     assert found.rounds > 2 and found.tokens == 2 * 12
     assert 0 < found.device_s < found.service_s and found.replay_s > 0
+    assert 0 < found.gap_us < 1e6 * found.service_s
 
 
 def test_replay_notices_other_draws(checkpoint, monkeypatch):
@@ -93,3 +95,20 @@ def test_arms_are_the_contracts():
     assert ARMS[:2] == ("off", "fixed-0") and ARMS[-2:] == ("adaptive-copies", HISTORY)
     with pytest.raises(ConfigError, match="no arm"):
         speculation_of("fixed-9")
+
+
+def test_baselines_fill_every_table(checkpoint):
+    job = BaselineJob(
+        checkpoint=checkpoint,
+        engine=ENGINE,
+        capacities=(64,),
+        lengths=(64, 130),
+        decode_lanes=(1, 2),
+        decode_tokens=8,
+        tail=(192, 11),
+        repeats=1,
+    )
+    found = measure_baselines(job)
+    assert found["decode"]["adaptive"]["lanes_2"]["tokens"] == 16
+    assert found["prefill"]["rows_64"]["tokens_130"]["prompt_tokens_per_s"] > 0
+    assert found["tail"]["warm_s"] > 0 and found["start"]["off"] > 0
