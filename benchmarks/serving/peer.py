@@ -91,24 +91,9 @@ class _Peer:
     """A loaded model."""
 
     def __init__(self, folder: Path, max_tokens: int) -> None:
-        import torch
-        import transformers
-
-        # It would list the drafter's tensors and missing kernels at length; what matters of it is
-        # checked below.
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        architecture = getattr(transformers, config["architectures"][0])
-        self._model, info = architecture.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True
-        )
-        self._model.eval()
-        missing = [name for name in info["missing_keys"] if "visual" not in name]
-        if missing:
-            raise BenchmarkFailure(f"transformers misses {missing[:3]} of the checkpoint")
+        self._model = load_peer(folder)
         self._max_tokens = max_tokens
-        self._sampling = _sampling_defaults(folder)
+        self._sampling = sampling_defaults(folder)
 
     def generate(self, prompt: Prompt, threads: int, *, max_tokens: int | None = None) -> PeerRun:
         """One timed call."""
@@ -131,7 +116,32 @@ class _Peer:
         return PeerRun(prompt.category, prompt.place, threads, tokens, total_s)
 
 
-def _sampling_defaults(folder: Path) -> dict[str, Any]:
+def load_peer(folder: Path) -> Any:
+    """The library's model of a float32 checkpoint.
+
+    Raises:
+        BenchmarkFailure: transformers misses a text tensor of it.
+    """
+    import torch
+    import transformers
+
+    # It would list the drafter's tensors and missing kernels at length; what matters of it is
+    # checked below.
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    architecture = getattr(transformers, config["architectures"][0])
+    model, info = architecture.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    model.eval()
+    missing = [name for name in info["missing_keys"] if "visual" not in name]
+    if missing:
+        raise BenchmarkFailure(f"transformers misses {missing[:3]} of the checkpoint")
+    return model
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
     """The checkpoint's defaults with everything unnamed switched off: the library's own defaults
     would cut to 50 tokens."""
     stored = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))

@@ -34,9 +34,8 @@ from benchmarks.support.results import conclude
 from benchmarks.workload.arms import ADAPTIVE, CHECKPOINT, ENGINE, OFF, engine_settings
 from flare_ray.workload.endpoints import EndpointError, Reply, Request
 from flare_ray.workload.engine import EngineEndpoint
-from flare_ray.workload.items import Item, Settings, Source
 from flare_ray.workload.stats import tails
-from flare_ray.workload.tokens import Encoder, synthetic_ids
+from flare_ray.workload.tokens import Encoder, synthetic_ids, synthetic_item
 
 RESULT = "baselines"
 LIMIT_S = 550.0
@@ -97,15 +96,7 @@ class Bench:
             BenchmarkFailure: it failed.
         """
         self._asked += 1
-        name = f"synthetic-{self._asked}"
-        item = Item(
-            item_id=name,
-            category="synthetic",
-            session=name,
-            turn=0,
-            source=Source(name="synthetic", key=name, licence="Apache-2.0"),
-            settings=Settings(seed=self._asked, max_tokens=max_tokens),
-        )
+        item = synthetic_item(f"asked-{self._asked}", seed=self._asked, max_tokens=max_tokens)
         request = Request(item=item, ids=ids, max_tokens=max_tokens, ignore_eos=True)
         sent_s = time.perf_counter()
         try:

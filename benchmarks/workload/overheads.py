@@ -28,8 +28,7 @@ from benchmarks.workload.metrics import replay_figures
 from benchmarks.workload.replay import ReplayJob, measure_replay
 from flare_ray.workload.endpoints import EndpointError, Request
 from flare_ray.workload.http import HttpEndpoint
-from flare_ray.workload.items import Item, Settings, Source
-from flare_ray.workload.tokens import Encoder, synthetic_ids
+from flare_ray.workload.tokens import Encoder, synthetic_ids, synthetic_item
 
 RESULT = "overheads"
 BOUNDS = (Bound(metric="service_vs_replay_max", operator="<=", value=1.10),)
@@ -92,15 +91,7 @@ def _seconds_a_token(endpoint: HttpEndpoint, job: ReplayJob) -> float:
 
 
 def _request(ids: tuple[int, ...], job: ReplayJob) -> Request:
-    name = f"synthetic-{len(ids)}"
-    item = Item(
-        item_id=name,
-        category="synthetic",
-        session=name,
-        turn=0,
-        source=Source(name="synthetic", key=name, licence="Apache-2.0"),
-        settings=Settings(seed=len(ids), max_tokens=job.max_tokens),
-    )
+    item = synthetic_item(f"list-{len(ids)}", seed=len(ids), max_tokens=job.max_tokens)
     return Request(item=item, ids=ids, max_tokens=job.max_tokens, ignore_eos=True)
 
 

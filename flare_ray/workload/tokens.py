@@ -81,21 +81,21 @@ class Encoder:
 def synthetic_items(lengths: Iterable[int] = SYNTHETIC_LENGTHS) -> list[Item]:
     """The serving corpus: one item a length, then branches of a shared prefix. Their prompts exist
     as ids alone (`synthetic_tokens`); no claim about acceptance rests on them (contract: B6)."""
-    found = [_synthetic(f"list-{length}") for length in lengths]
     prefix, tail = SYNTHETIC_SHARED
-    return found + [
-        _synthetic(f"shared-{prefix}-{tail}-{branch}") for branch in range(SYNTHETIC_BRANCHES)
-    ]
+    keys = [f"list-{length}" for length in lengths]
+    keys += [f"shared-{prefix}-{tail}-{branch}" for branch in range(SYNTHETIC_BRANCHES)]
+    return [synthetic_item(key, seed=len(key), max_tokens=SYNTHETIC_OUTPUT) for key in keys]
 
 
-def _synthetic(key: str) -> Item:
+def synthetic_item(key: str, *, seed: int, max_tokens: int) -> Item:
+    """An item whose prompt comes as ids with its request."""
     return Item(
         item_id=key,
         category=SYNTHETIC,
         session=key,
         turn=0,
         source=Source(name="synthetic", key=key, licence="Apache-2.0"),
-        settings=Settings(seed=len(key), max_tokens=SYNTHETIC_OUTPUT),
+        settings=Settings(seed=seed, max_tokens=max_tokens),
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.serving.failure import BenchmarkFailure
-from benchmarks.support.results import write_result
+from benchmarks.support.results import metric_at, write_result
 from benchmarks.workload import replay as replays
 from benchmarks.workload.arms import ARMS, HISTORY, speculation_of
 from benchmarks.workload.baselines import BaselineJob, measure_baselines
@@ -109,6 +109,9 @@ def test_baselines_fill_every_table(checkpoint):
         repeats=1,
     )
     found = measure_baselines(job)
-    assert found["decode"]["adaptive"]["lanes_2"]["tokens"] == 16
-    assert found["prefill"]["rows_64"]["tokens_130"]["prompt_tokens_per_s"] > 0
-    assert found["tail"]["warm_s"] > 0 and found["start"]["off"] > 0
+    assert metric_at(found, "decode.adaptive.lanes_2.tokens") == 16
+    positive = (
+        *("decode.off.lanes_1.tokens_per_s", "prefill.rows_64.tokens_130.prompt_tokens_per_s"),
+        *("tail.warm_s", "tail.cold_s", "start.off"),
+    )
+    assert all(metric_at(found, path) > 0 for path in positive)
