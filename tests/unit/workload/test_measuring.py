@@ -23,9 +23,9 @@ from flare_ray.workload.runner import Arm, Runner, RunSettings, blocks_of, in_tu
 from tests.support.paced_server import Paced, paced_server
 
 TOLERANCE = 0.02
-"""Relative; paces are so slow that a busy host's wake-ups (some ms) stay inside."""
-FIRST_S, GAP_S, TOKENS = 0.6, 0.4, 3
-OTHER_S = 1.25
+"""Relative; paces are so slow that an ordinary wake-up (some ms) stays inside."""
+FIRST_S, GAP_S, TOKENS, REQUESTS = 1.0, 0.5, 3, 6
+OTHER = 1.05
 """A pace that differs by more than the tolerance, for the negative control."""
 
 
@@ -63,19 +63,20 @@ def run(folder, paced, settings, items, names=("a",)) -> list[Observation]:
 
 
 def test_known_latencies_are_measured_within_two_per_cent(tmp_path):
+    """Of several requests the least disturbed counts: a busy host only ever adds, and what the
+    harness itself adds is in all of them."""
     paced = Paced(FIRST_S, GAP_S, TOKENS)
+    lanes = Arrivals(kind="closed", lanes=REQUESTS)
     with paced_server(paced):
-        seen = run(tmp_path, paced, settings_of(sessions=3), make_items(3))
-    first = statistics.median(one.first_s for one in seen)
-    gaps = statistics.median(
-        (b - a) / 1e3 for one in seen for a, b in itertools.pairwise(one.chunk_ms)
-    )
-    total = statistics.median(one.total_s for one in seen)
+        settings = settings_of(sessions=REQUESTS, chunk=REQUESTS, arrivals=lanes)
+        seen = run(tmp_path, paced, settings, make_items(REQUESTS))
+    first, total = (min(getattr(one, name) for one in seen) for name in ("first_s", "total_s"))
+    gaps = [(b - a) / 1e3 for one in seen for a, b in itertools.pairwise(one.chunk_ms)]
     assert first == pytest.approx(FIRST_S, rel=TOLERANCE)
-    assert gaps == pytest.approx(GAP_S, rel=TOLERANCE)
     assert total == pytest.approx(paced.service_s, rel=TOLERANCE)
-    assert first != pytest.approx(FIRST_S * OTHER_S, rel=TOLERANCE)
-    assert [one.completion_tokens for one in seen] == [TOKENS] * 3
+    assert statistics.median(gaps) == pytest.approx(GAP_S, rel=TOLERANCE)
+    assert first != pytest.approx(FIRST_S * OTHER, rel=TOLERANCE)
+    assert [one.completion_tokens for one in seen] == [TOKENS] * REQUESTS
 
 
 def test_open_loop_counts_from_the_intended_start(tmp_path):
