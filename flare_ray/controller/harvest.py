@@ -9,6 +9,7 @@ from flare_ray.contracts.plan import LanePlan
 from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
 from flare_ray.controller.cohort import Planner, SubmittedRound
 from flare_ray.controller.grammar.gate import PARAM
+from flare_ray.controller.grammar.masks import MaskWriter
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
 from flare_ray.controller.paging.snapshots import Snapshots
@@ -34,11 +35,13 @@ class Harvester:
         planner: Planner,
         meters: Meters,
         snapshots: Snapshots,
+        masks: MaskWriter,
     ) -> None:
         self._publisher = publisher
         self._snapshots = snapshots
         self._planner = planner
         self._meters = meters
+        self._masks = masks
         self._last_harvest_ns = 0
 
     def fold(
@@ -106,8 +109,7 @@ class Harvester:
         if live.request.top_logprobs >= 0:
             live.scores.extend(unpack_scores(record.scores, len(record.tokens)))
         if live.matcher is not None:
-            for token in record.tokens:
-                live.matcher.commit(token)
+            live.owed.extend(record.tokens)
         if live.follower is not None:
             live.follower.advance(record.tokens)
         before = live.stops.generated_tokens
@@ -123,6 +125,7 @@ class Harvester:
         if not record.flags & _PREFILL:
             self._snapshots.advanced(live, consumed_before)
         if visible.end is not None:
+            self._masks.settle(live)
             self._snapshots.finished(live, record)
         return visible.end
 
@@ -154,7 +157,7 @@ class Harvester:
         Where its grammar may end only a ban of the terminal tokens (min_tokens, a bias) was in the
         way: the output is whole, and the grammar's end goes first.
         """
-        if live.matcher is not None and live.matcher.can_end:
+        if self._masks.can_end(live):
             visible = live.stops.finish()
             self._publisher.visible(live, visible, now_ns)
             assert visible.end is not None

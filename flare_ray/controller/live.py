@@ -83,7 +83,8 @@ class LiveRequest:
         emitted: some output has been made visible.
         prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
-        matcher: its place in its grammar, committed tokens taken; None = unconstrained.
+        matcher: its place in its grammar; None = unconstrained. Used by `MaskWriter` only.
+        owed: committed tokens that the matcher has not taken yet.
         follower: its place in its prediction, likewise; None = nothing was predicted.
     """
 
@@ -128,6 +129,7 @@ class LiveRequest:
     scores: deque[TokenScore] = field(default_factory=deque)
     prompt_scores: list[TokenScore] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
+    owed: list[int] = field(default_factory=list)
     follower: PredictionFollower | None = None
 
     def __post_init__(self) -> None:
@@ -216,6 +218,11 @@ class LiveRequest:
         if sys.byteorder == "big":
             words.byteswap()
         return words.tobytes()
+
+    def take_owed(self) -> list[int]:
+        """Tokens that the matcher is given now."""
+        owed, self.owed = self.owed, []
+        return owed
 
     def set_back(self) -> None:
         """Return to the queue after a preemption whose rounds have drained: what it has consumed is

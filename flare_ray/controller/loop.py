@@ -149,10 +149,14 @@ class Controller:
         )
         self._publisher = Publisher(output, recorder)
         self._meters = Meters(recorder, self._admission, self.cache)
-        self._harvester = Harvester(self._publisher, self._planner, self._meters, self._snapshots)
+        self._harvester = Harvester(
+            self._publisher, self._planner, self._meters, self._snapshots, self._masks
+        )
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
-        self._gate = GrammarGate(most=limits.max_waiting, retry_after_s=self._retry_after_s)
+        self._gate = GrammarGate(
+            self._masks, most=limits.max_waiting, retry_after_s=self._retry_after_s
+        )
         self._intake = Intake(
             self._requests,
             IntakePorts(self._admission, self._publisher, self._gate),
@@ -180,7 +184,6 @@ class Controller:
             service: None = they are refused, `why` says what to change.
         """
         self._gate.use(service, why)
-        self._masks.service = service
 
     # Any thread.
 
@@ -259,6 +262,7 @@ class Controller:
             self.step(MAX_WAIT_S)
         if self._fatal is None:
             self._end_all("cancelled", UNAVAILABLE, "the engine is shutting down")
+        self._masks.close()
 
     def step(self, timeout_s: float) -> bool:
         """One iteration, waiting at most `timeout_s` for a round.
@@ -359,6 +363,7 @@ class Controller:
             self._channel.submit(planned.plan)
             self._in_flight.append(planned)
             self._meters.submitted(planned, self._clock())
+            self._end_slow()
             submitted = True
         return submitted
 
@@ -369,6 +374,13 @@ class Controller:
             raise ContractViolation(f"round {proposals.round_id} is at a barrier, out of order")
         self._channel.answer(self._masks.answer(planned.plan, planned.lanes, proposals))
         self._meters.grammar_drafts(self._masks.cut_drafts, self._masks.forced_drafts)
+        self._end_slow()
+
+    def _end_slow(self) -> None:
+        """End requests whose grammars took too long; their rounds go on without them."""
+        for live in self._masks.take_slow():
+            refusal = self._gate.condemn(live)
+            self._end_failed(live, refusal.code, refusal.status, str(refusal), param=refusal.param)
 
     def _harvest(self, result: RoundResult) -> None:
         if not self._in_flight:
@@ -388,9 +400,11 @@ class Controller:
 
     # Ends.
 
-    def _end_failed(self, live: LiveRequest, code: str, status: int, message: str) -> None:
+    def _end_failed(
+        self, live: LiveRequest, code: str, status: int, message: str, *, param: str | None = None
+    ) -> None:
         failure = Failed(
-            live.request.request_id, code, message, status=status, emitted=live.emitted
+            live.request.request_id, code, message, status, param=param, emitted=live.emitted
         )
         self._intake.leave(live)
         if live.phase is Phase.COMPILING:

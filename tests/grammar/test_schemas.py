@@ -1,5 +1,6 @@
 """What a schema's grammar admits validates; what cannot be enforced is refused by name."""
 
+import importlib
 import json
 import random
 import re
@@ -13,7 +14,7 @@ from flare_ray.controller.grammar.calls import call_pieces
 from flare_ray.controller.grammar.json_language import JsonLanguage
 from flare_ray.controller.grammar.language import to_ebnf
 from flare_ray.errors import InvalidRequest
-from tests.support.grammar_engine import EOS, VOCAB_SIZE
+from tests.support.grammar_engine import AMBIGUOUS_EBNF, EOS, VOCAB_SIZE
 from tests.support.grammar_fuzz import random_regex, random_schema, random_walk
 
 WORDS = -(-VOCAB_SIZE // 32)
@@ -173,9 +174,12 @@ def test_tools_with_such_references_are_refused_at_once(schema, style):
     assert time.process_time() - started < SOON_S
 
 
-def test_a_grammar_whose_masks_take_long_is_refused(compile_):
+def test_a_grammar_whose_masks_take_long_is_refused(compile_, monkeypatch):
+    adapter = importlib.import_module("flare_ray.actors.grammar.xgrammar")
+    monkeypatch.setattr(adapter, "MASK_LIMIT_S", 0.002)
+    compile_("ebnf", "root ::= [a-z]+")
     with pytest.raises(InvalidRequest, match="masks take more than"):
-        compile_("regex", "((([^x]| |.)?|(.)*){0,40}){0,40}")
+        compile_("ebnf", AMBIGUOUS_EBNF)
 
 
 def test_constants_of_other_types_are_not_taken_for_equal(compile_):

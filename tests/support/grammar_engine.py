@@ -28,6 +28,11 @@ VOCAB_SIZE = 272
 EOS = 256 + CONTROL_TOKENS.index("<|end|>")
 END_OF_REASONING = 256 + len(CONTROL_TOKENS) + 1
 LIMIT_S = 120.0
+AMBIGUOUS_EBNF = """root ::= many many many many many many "!"
+many ::= ((any* any*)* | any*)*
+any ::= [a-z0-9 ] | [a-z]
+"""
+"""Read in ever more ways: a token takes a few ms behind 24 others, more than 50 behind 60."""
 
 
 def grammar_checkpoint(folder: Path, *, seed: int = 3, spread: float = 1.5) -> str:

@@ -37,6 +37,7 @@ logger = logging.getLogger("ray.serve.flare")
 PROCESSES = 2
 FRAMES = 2
 """Mask blocks: as many as rounds can be unanswered (contract: T6)."""
+MAX_REFUSED = 256
 STOP_LIMIT_S = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -67,6 +68,7 @@ class CompilingService:
         self._orders: deque[tuple[bytes, GrammarSpec]] = deque()
         self._waiting: dict[bytes, list[OnCompiled]] = {}
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._refused: OrderedDict[bytes, InvalidRequest] = OrderedDict()
         self._cached_bytes = 0
         self._busy = 0
         self._closed = False
@@ -100,20 +102,27 @@ class CompilingService:
             return
         key = hashlib.sha256(encoded).digest()
         with self._condition:
-            compiled = self._cache.get(key)
-            if compiled is not None:
+            known = self._refused.get(key) or self._cache.get(key)
+            if key in self._cache:
                 self._cache.move_to_end(key)
-            elif self._closed:
-                compiled = None
-            elif key in self._waiting:
-                self._waiting[key].append(done)
+            if known is None and not self._closed:
+                if key not in self._waiting:
+                    self._orders.append((key, spec))
+                    self._condition.notify_all()
+                self._waiting.setdefault(key, []).append(done)
                 return
-            else:
-                self._waiting[key] = [done]
-                self._orders.append((key, spec))
-                self._condition.notify_all()
-                return
-        done(compiled if compiled is not None else _closing())
+        done(known or _closing())
+
+    def refuse(self, spec: GrammarSpec, refusal: InvalidRequest) -> None:
+        """See `GrammarService`. The oldest of MAX_REFUSED may be tried again."""
+        key = hashlib.sha256(_encode(spec)).digest()
+        with self._condition:
+            self._refused[key] = refusal
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
+            dropped = self._cache.pop(key, None)
+            if dropped is not None:
+                self._cached_bytes -= dropped.num_bytes
 
     def frame(self, round_id: int) -> MaskFrame:
         """See `GrammarService`."""

@@ -6,7 +6,7 @@ import json
 
 from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.controller.grammar.json_language import JsonLanguage
-from flare_ray.controller.grammar.language import to_ebnf
+from flare_ray.controller.grammar.language import Expr, to_ebnf
 from flare_ray.controller.grammar.regex import regex_language
 from flare_ray.controller.grammar.shapes import check_shapes
 from flare_ray.errors import InvalidRequest
@@ -21,8 +21,9 @@ def answer_ebnf(spec: GrammarSpec) -> str:
     if spec.kind == "ebnf":
         return spec.source
     if spec.kind == "regex":
-        language = regex_language(spec.source, search=False)
-        return to_ebnf("root", {"root": language})
+        rules: dict[str, Expr] = {}
+        rules["root"] = regex_language(spec.source, rules, search=False)
+        return to_ebnf("root", rules)
     try:
         schema = json.loads(spec.source)
     except (ValueError, RecursionError) as error:

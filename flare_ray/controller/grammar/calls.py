@@ -224,7 +224,9 @@ def _raw_string(flat: Schema, path: str, close: str) -> Piece:
     def encode(ranges: Ranges) -> Expr:
         return _letters(ranges, close)
 
-    return Written(to_ebnf("root", {"root": regex_language(pattern, encode, search=True)}))
+    rules: dict[str, Expr] = {}
+    rules["root"] = regex_language(pattern, rules, search=True, encode=encode)
+    return Written(to_ebnf("root", rules))
 
 
 def _letters(ranges: Ranges, close: str) -> Expr:

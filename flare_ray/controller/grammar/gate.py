@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from flare_ray.contracts.manifest import PreparedManifest
+from flare_ray.controller.grammar.masks import WALK_LIMIT_S, MaskWriter
 from flare_ray.controller.grammar.matcher import CompiledGrammar, GrammarService
 from flare_ray.controller.live import LiveRequest
 from flare_ray.errors import InvalidRequest, Overloaded
 
 Outcome = CompiledGrammar | InvalidRequest | Overloaded
 PARAM = "response_format"
+MAX_STUCK = 2
+"""Matchers that were given up on and may be at work while new grammars are taken."""
 
 
 def unavailable(manifest: PreparedManifest, *, enabled: bool, installed: bool) -> str:
@@ -34,10 +37,12 @@ class GrammarGate:
     """Counts those who wait and hands them on.
 
     Args:
+        masks: where those work that it lets through.
         most: requests that may wait here.
     """
 
-    def __init__(self, *, most: int, retry_after_s: float) -> None:
+    def __init__(self, masks: MaskWriter, *, most: int, retry_after_s: float) -> None:
+        self._masks = masks
         self._service: GrammarService | None = None
         self._why = "this engine has none"
         self._most = most
@@ -47,6 +52,7 @@ class GrammarGate:
     def use(self, service: GrammarService | None, why: str) -> None:
         """Compile with `service`; None = no constrained request is taken, for the reason `why`."""
         self._service, self._why = service, why
+        self._masks.service = service
 
     def enter(self, live: LiveRequest, deliver: Callable[[LiveRequest, Outcome], None]) -> None:
         """Start compiling the grammar of `live`.
@@ -70,8 +76,28 @@ class GrammarGate:
                 f"{self._most} may; retry in {self._retry_after_s:g} s",
                 retry_after_s=self._retry_after_s,
             )
+        if self._masks.num_stuck >= MAX_STUCK:
+            raise Overloaded(
+                f"{MAX_STUCK} grammars that took too long still hold a processor; retry in "
+                f"{self._retry_after_s:g} s",
+                retry_after_s=self._retry_after_s,
+                status=503,
+            )
         self._waiting.add(live.uid)
         self._service.compile(grammar, lambda outcome: deliver(live, outcome))
+
+    def condemn(self, live: LiveRequest) -> InvalidRequest:
+        """Refuse the grammar of `live` from now on, for its matcher took too long; the reason."""
+        refusal = InvalidRequest(
+            f"after {live.generated_tokens} tokens its grammar takes more than {WALK_LIMIT_S:g} s "
+            "a round: it reads the text so far in too many ways; repeat nothing that may be empty "
+            "or that matches the same text in several ways",
+            param=PARAM,
+            code="grammar_too_slow",
+        )
+        if self._service is not None and live.request.grammar is not None:
+            self._service.refuse(live.request.grammar, refusal)
+        return refusal
 
     def leave(self, live: LiveRequest) -> None:
         """`live` waits no longer, whatever the reason."""

@@ -45,7 +45,7 @@ from flare_ray.controller.grammar.schema import (
     types_of,
     without,
 )
-from flare_ray.controller.grammar.strings import STRING_RULES, bounded_string, json_characters
+from flare_ray.controller.grammar.strings import END, STRING_RULES, bounded_string, json_characters
 
 MAX_INDENT = 32
 ANY_DEPTH = 12
@@ -254,7 +254,8 @@ class JsonLanguage:
                 path,
                 "a length beside pattern or format cannot be enforced; put it into the pattern",
             )
-        return seq(Text('"'), regex_language(pattern, json_characters, search=True), Text('"'))
+        text = regex_language(pattern, self.rules, search=True, encode=json_characters, tail=END)
+        return seq(END, text)
 
 
 def literal_values(flat: Schema, path: str) -> list[Any]:

@@ -70,28 +70,83 @@ ANY_CHARACTER: Ranges = ((0, FIRST_SURROGATE - 1), (LAST_SURROGATE + 1, LAST_CHA
 
 
 def seq(*parts: Expr) -> Expr:
-    """A sequence, NEVER if a part is."""
+    """A sequence, NEVER if a part is; sequences inside are opened."""
     if NEVER in parts:
         return NEVER
-    return parts[0] if len(parts) == 1 else Seq(parts)
+    flat: list[Expr] = []
+    for part in parts:
+        flat += part.parts if isinstance(part, Seq) else [part]
+    return flat[0] if len(flat) == 1 else Seq(tuple(flat))
 
 
 def alt(options: Iterable[Expr]) -> Expr:
-    """A choice, without options that match nothing."""
-    kept = tuple(option for option in options if option != NEVER)
-    return kept[0] if len(kept) == 1 else Alt(kept)
+    """A choice, without options that match nothing or that are there already; choices inside are
+    opened, single characters joined into one set."""
+    kept: dict[Expr, None] = {}
+    for option in options:
+        for inner in option.options if isinstance(option, Alt) else (option,):
+            kept[inner] = None
+    sets = [option for option in kept if isinstance(option, Chars)]
+    if len(sets) > 1:
+        joined = Chars(union(pair for option in sets for pair in option.ranges))
+        kept = {
+            (joined if option is sets[0] else option): None
+            for option in kept
+            if option is sets[0] or not isinstance(option, Chars)
+        }
+    return next(iter(kept)) if len(kept) == 1 else Alt(tuple(kept))
 
 
 def optional(item: Expr) -> Expr:
     """`item` or the empty text."""
-    return EMPTY if item == NEVER else Alt((item, EMPTY))
+    return EMPTY if item == NEVER else alt((item, EMPTY))
 
 
 def repeat(item: Expr, least: int, most: int | None) -> Expr:
-    """A repetition; of what matches nothing only the empty one is left."""
-    if most == 0 or item == NEVER:
-        return EMPTY if least == 0 else NEVER
+    """A repetition; of what matches nothing only the empty one is left.
+
+    No text is read in two ways for the repetition's own sake: an item is never empty, nor itself a
+    repetition from one on.
+    """
+    if most == 0 or item in (NEVER, EMPTY):
+        return EMPTY if least == 0 or item == EMPTY else NEVER
+    if is_nullable(item):
+        item, least = _not_empty(item), 0
+    if most is None and least <= 1:
+        item = _unrepeated(item)
+    if (least, most) == (1, 1):
+        return item
+    if isinstance(item, Repeat) and item.least == 1:
+        most = None if most is None or item.most is None else most * item.most
+        item = item.item
     return Repeat(item, least, most)
+
+
+def is_nullable(expr: Expr) -> bool:
+    """Whether the empty text matches, as far as can be seen without looking up names."""
+    if isinstance(expr, Text):
+        return not expr.value
+    if isinstance(expr, Seq):
+        return all(map(is_nullable, expr.parts))
+    if isinstance(expr, Alt):
+        return any(map(is_nullable, expr.options))
+    return isinstance(expr, Repeat) and (expr.least == 0 or is_nullable(expr.item))
+
+
+def _not_empty(expr: Expr) -> Expr:
+    """`expr` without the empty text, where its form allows that; as it is otherwise."""
+    if isinstance(expr, Alt):
+        return alt(_not_empty(option) for option in expr.options if option != EMPTY)
+    if isinstance(expr, Repeat) and expr.least == 0 and not is_nullable(expr.item):
+        return repeat(expr.item, 1, expr.most)
+    return expr
+
+
+def _unrepeated(expr: Expr) -> Expr:
+    """What `expr` repeats, if it is itself repeated without end: (a+|b)* = (a|b)*."""
+    if isinstance(expr, Alt):
+        return alt(_unrepeated(option) for option in expr.options)
+    return expr.item if isinstance(expr, Repeat) and expr.least == 1 else expr
 
 
 def minus(ranges: Ranges, removed: Iterable[tuple[int, int]]) -> Ranges:

@@ -13,12 +13,16 @@ if it forces one; those are copies with a point mass for q, so the emitted law s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.record import Proposals
+from flare_ray.controller.grammar.limited import LimitedThread
 from flare_ray.controller.grammar.matcher import GrammarMatcher, GrammarService, MaskFrame
-from flare_ray.controller.live import LiveRequest
+from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.errors import ContractViolation
 
 if TYPE_CHECKING:
@@ -26,10 +30,15 @@ if TYPE_CHECKING:
 
 OPEN_ROW = -1
 """Mask words of a row that allows every token."""
+WALK_LIMIT_S = 0.1
+"""Processor time of one lane's walk, as long as some ten rounds; usual ones take 20 us to 5 ms."""
 
 
 class MaskWriter:
     """Writes mask rows. Used by the controller's thread only.
+
+    Matchers are used nowhere else, and only within a limit of time: a request whose grammar takes
+    longer gets open rows, which nobody looks at any more, and is handed out by `take_slow`.
 
     Attributes:
         service: whose blocks they are; None = no request is constrained.
@@ -41,10 +50,18 @@ class MaskWriter:
         self.service: GrammarService | None = None
         self.cut_drafts = 0
         self.forced_drafts = 0
+        self._thread = LimitedThread(WALK_LIMIT_S, name="flare-masks")
+        self._scratch: MaskRows = np.empty((0, 0), np.int32)
+        self._slow: list[LiveRequest] = []
+
+    @property
+    def num_stuck(self) -> int:
+        """Matchers that were given up on and are still at work."""
+        return self._thread.num_stuck
 
     def open(self, round_id: int) -> OpenMasks:
         """Rows for a round that is being planned."""
-        return OpenMasks(self.service, round_id)
+        return OpenMasks(self, round_id)
 
     def answer(
         self, plan: RoundPlan, lanes: Sequence[LiveRequest], proposals: Proposals
@@ -52,7 +69,7 @@ class MaskWriter:
         """Walk every constrained lane's drafts and write the rows behind them.
 
         Args:
-            lanes: requests of the plan's lanes, in order; an ended one is walked like any other.
+            lanes: requests of the plan's lanes, in order; an ended one gets no drafts.
         """
         if self.service is None or len(proposals.drafts) != len(plan.lanes):
             raise ContractViolation(
@@ -60,20 +77,85 @@ class MaskWriter:
                 f"planned were {len(plan.lanes)}"
             )
         frame = self.service.frame(plan.round_id)
-        limits: list[int] = []
-        copies: list[tuple[int, ...]] = []
-        for lane, live, drafts in zip(plan.lanes, lanes, proposals.drafts, strict=True):
-            if lane.mask_row < 0 or live.matcher is None:
-                limits.append(lane.ceiling)
-                copies.append(())
-                continue
-            walk = walk_drafts(live.matcher, drafts[: lane.ceiling], frame.rows, lane.mask_row)
-            limits.append(walk.limit)
-            copies.append(walk.copies)
-            self.cut_drafts += lane.ceiling - walk.kept
+        drafts = {
+            place: proposals.drafts[place][: lane.ceiling]
+            for place, lane in enumerate(plan.lanes)
+            if lane.mask_row >= 0
+        }
+        found = self._walks(
+            [(lanes[place], drafts[place], plan.lanes[place].mask_row) for place in drafts],
+            frame.rows,
+        )
+        walks = dict(zip(drafts, found, strict=True))
+        limits = [
+            walks[place].limit if place in walks else lane.ceiling
+            for place, lane in enumerate(plan.lanes)
+        ]
+        copies = [walks[place].copies if place in walks else () for place in range(len(limits))]
+        for place, walk in walks.items():
+            self.cut_drafts += plan.lanes[place].ceiling - walk.kept
             self.forced_drafts += walk.limit - walk.kept
-        used = tuple(copies) if any(copies) else ()
-        return MaskAnswer(plan.round_id, tuple(limits), used)
+        return MaskAnswer(plan.round_id, tuple(limits), tuple(copies) if any(copies) else ())
+
+    def fill(self, live: LiveRequest, rows: MaskRows, row: int) -> None:
+        """Write the mask of what may follow the committed tokens of `live`."""
+        self._walks([(live, (), row)], rows)
+
+    def can_end(self, live: LiveRequest) -> bool:
+        """Whether the committed tokens of `live` are a whole output."""
+        matcher = live.matcher
+        if matcher is None:
+            return False
+        (found,) = self._thread.run([partial(_can_end, matcher, live.take_owed())])
+        return bool(found)
+
+    def settle(self, live: LiveRequest) -> None:
+        """Hold the last tokens of a request that ends against its grammar.
+
+        Raises:
+            ContractViolation: one of them is forbidden.
+        """
+        if live.matcher is not None:
+            self._thread.run([partial(_commit, live.matcher, live.take_owed())])
+
+    def take_slow(self) -> Sequence[LiveRequest]:
+        """Requests to be ended since their matchers took too long, once each; theirs may still be
+        at work. Their grammars are refused from now on."""
+        slow, self._slow = self._slow, []
+        return slow
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.close()
+
+    def _walks(
+        self, asked: Sequence[tuple[LiveRequest, Sequence[int], int]], rows: MaskRows
+    ) -> list[Walk]:
+        """One per (request, drafts, first row).
+
+        They write into rows of their own: whatever a walk that was given up on writes later must
+        not reach another round.
+        """
+        if self._scratch.shape != rows.shape:
+            self._scratch = np.empty_like(rows)
+        scratch = self._scratch
+        alive = [one for one in asked if one[0].phase is not Phase.ENDED]
+        works = [
+            partial(_walk, live.matcher, live.take_owed(), drafts, scratch, first)
+            for live, drafts, first in alive
+            if live.matcher is not None
+        ]
+        outcomes = iter(self._thread.run(works))
+        walks = []
+        for live, drafts, first in asked:
+            walk = next(outcomes) if live.phase is not Phase.ENDED else None
+            behind = first + len(drafts) + 1
+            rows[first:behind] = OPEN_ROW if walk is None else scratch[first:behind]
+            if walk is None and live.phase is not Phase.ENDED:
+                self._slow.append(live)
+                self._scratch = np.empty((0, 0), np.int32)
+            walks.append(walk or Walk(0, ()))
+        return walks
 
 
 class OpenMasks:
@@ -83,8 +165,8 @@ class OpenMasks:
         num_rows: rows handed out.
     """
 
-    def __init__(self, service: GrammarService | None, round_id: int) -> None:
-        self._service = service
+    def __init__(self, writer: MaskWriter, round_id: int) -> None:
+        self._writer = writer
         self._round_id = round_id
         self._frame: MaskFrame | None = None
         self.num_rows = 0
@@ -103,14 +185,36 @@ class OpenMasks:
         if live.matcher is None:
             return -1
         if self._frame is None:
-            if self._service is None:
+            service = self._writer.service
+            if service is None:
                 raise ContractViolation("a constrained request in an engine without grammars")
-            self._frame = self._service.frame(self._round_id)
+            self._frame = service.frame(self._round_id)
         first = self.num_rows
         self.num_rows += rows
         if filled:
-            live.matcher.fill_mask(self._frame.rows, first)
+            self._writer.fill(live, self._frame.rows, first)
         return first
+
+
+def _walk(
+    matcher: GrammarMatcher,
+    owed: Sequence[int],
+    drafts: Sequence[int],
+    rows: MaskRows,
+    first: int,
+) -> Walk:
+    _commit(matcher, owed)
+    return walk_drafts(matcher, drafts, rows, first)
+
+
+def _can_end(matcher: GrammarMatcher, owed: Sequence[int]) -> bool:
+    _commit(matcher, owed)
+    return matcher.can_end
+
+
+def _commit(matcher: GrammarMatcher, owed: Sequence[int]) -> None:
+    for token in owed:
+        matcher.commit(token)
 
 
 class Walk:

@@ -77,6 +77,9 @@ class GrammarService(Protocol):
     def compile(self, spec: GrammarSpec, done: OnCompiled) -> None:
         """Start compiling; never waits. `done` is called once, by any thread, maybe at once."""
 
+    def refuse(self, spec: GrammarSpec, refusal: InvalidRequest) -> None:
+        """Answer `spec` with `refusal` from now on; never waits."""
+
     def frame(self, round_id: int) -> MaskFrame:
         """The block of a round: one that no unanswered round names, as at most two are queued."""
 

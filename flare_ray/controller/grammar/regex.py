@@ -9,20 +9,22 @@ back-references, conditions, flags) is refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from re import _constants as codes  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
+from flare_ray.controller.grammar.automaton import Encode, automaton_of
 from flare_ray.controller.grammar.language import (
     ANY_CHARACTER,
     EMPTY,
     NEVER,
+    Alt,
     Chars,
     Expr,
     Ranges,
     Repeat,
+    Seq,
     alt,
     minus,
     repeat,
@@ -42,24 +44,38 @@ WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 SPACE: Ranges = ((0x09, 0x0D), (0x20, 0x20))
 ASCII: Ranges = ((0x00, 0x7F),)
 
-Encode = Callable[[Ranges], Expr]
-"""Expression of one character of a set, as it stands in the output."""
-
 
 def plain_characters(ranges: Ranges) -> Expr:
     """Characters written as they are."""
     return Chars(ranges) if ranges else NEVER
 
 
-def regex_language(pattern: str, encode: Encode = plain_characters, *, search: bool) -> Expr:
-    """What `pattern` matches.
+def regex_language(
+    pattern: str,
+    rules: dict[str, Expr],
+    *,
+    search: bool,
+    encode: Encode = plain_characters,
+    tail: Expr = EMPTY,
+) -> Expr:
+    """What `pattern` matches, and `tail` behind it.
 
     Args:
+        rules: those that it needs are added.
         search: JSON schema's meaning: the pattern need not span the text, and `^` and `$` say where
             it does; False = the whole text is matched.
     Raises:
         InvalidRequest: it is no regular expression, or uses what is refused.
     """
+    expr = _expression(pattern, search)
+    automaton = automaton_of(expr)
+    if automaton is None:
+        return seq(_encoded(expr, encode), tail)
+    return automaton.rules(rules, encode, tail)
+
+
+def _expression(pattern: str, search: bool) -> Expr:
+    """`pattern` over plain characters."""
     if len(pattern) > MAX_PATTERN_CHARACTERS:
         raise _refused(f"it has {len(pattern)} characters, at most {MAX_PATTERN_CHARACTERS}")
     try:
@@ -68,13 +84,24 @@ def regex_language(pattern: str, encode: Encode = plain_characters, *, search: b
         raise _refused(f"it is no regular expression: {error}") from error
     if tree.state.flags & ~re.UNICODE.value:
         raise _refused("flags are not supported")
-    builder = _Builder(encode, search)
-    return builder.whole(list(tree))
+    return _Builder(search).whole(list(tree))
+
+
+def _encoded(expr: Expr, encode: Encode) -> Expr:
+    """`expr` with its characters as they stand in the output."""
+    if isinstance(expr, Chars):
+        return encode(expr.ranges)
+    if isinstance(expr, Seq):
+        return seq(*(_encoded(part, encode) for part in expr.parts))
+    if isinstance(expr, Alt):
+        return alt(_encoded(option, encode) for option in expr.options)
+    if isinstance(expr, Repeat):
+        return repeat(_encoded(expr.item, encode), expr.least, expr.most)
+    return expr
 
 
 @dataclass(slots=True)
 class _Builder:
-    encode: Encode
     search: bool
     product: int = 1
 
@@ -89,7 +116,7 @@ class _Builder:
             items, start = items[1:], True
         while items and items[-1][0] is codes.AT and items[-1][1] in _ENDS:
             items, end = items[:-1], True
-        anything = Repeat(self.encode(ANY_CHARACTER), 0, None)
+        anything = repeat(plain_characters(ANY_CHARACTER), 0, None)
         parts = [EMPTY if start else anything, self.sequence(items), EMPTY if end else anything]
         return seq(*(part for part in parts if part != EMPTY)) if parts != [EMPTY] * 3 else EMPTY
 
@@ -99,13 +126,13 @@ class _Builder:
 
     def item(self, code: Any, value: Any) -> Expr:
         if code is codes.LITERAL:
-            return self.encode(union([(value, value)]))
+            return plain_characters(union([(value, value)]))
         if code is codes.NOT_LITERAL:
-            return self.encode(minus(ANY_CHARACTER, [(value, value)]))
+            return plain_characters(minus(ANY_CHARACTER, [(value, value)]))
         if code is codes.ANY:
-            return self.encode(minus(ANY_CHARACTER, LINE_ENDS))
+            return plain_characters(minus(ANY_CHARACTER, LINE_ENDS))
         if code is codes.IN:
-            return self.encode(_character_set(value))
+            return plain_characters(_character_set(value))
         if code is codes.BRANCH:
             return alt(self.sequence(list(branch)) for branch in value[1])
         if code is codes.SUBPATTERN:
