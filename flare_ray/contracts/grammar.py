@@ -19,11 +19,18 @@ class CallSyntax(msgspec.Struct, frozen=True, array_like=True):
 
     tool_open: str
     tool_close: str
-    style: Literal["arg_pairs", "json", "xml_parameters"]
+    style: Literal["arg_pairs", "json", "xml_parameters", "attributes"]
     arg_key_open: str = ""
     arg_key_close: str = ""
     arg_value_open: str = ""
     arg_value_close: str = ""
+    block_open: str = ""
+    block_close: str = ""
+
+    @property
+    def opening(self) -> str:
+        """The tag that begins a call, or a run of calls where the family has tags around it."""
+        return self.block_open or self.tool_open
 
 
 class ToolGrammar(msgspec.Struct, frozen=True, array_like=True):

@@ -38,18 +38,23 @@ def direct_compiles():
 
 
 @pytest.fixture(scope="session")
-def compile_(codec):
-    """Compiled grammar of a kind and a source."""
+def compile_spec(codec):
+    """A compiled `GrammarSpec`."""
     from flare_ray.actors.grammar.xgrammar import Compiled
 
     table = list(codec.token_bytes[:VOCAB_SIZE])
     compiler, utf8 = DirectCompiler(table, (EOS,), None), Utf8Masks(table)
 
-    def compiled(kind, source):
-        text = compiler.compile(GrammarSpec(kind=kind, source=source))
-        return Compiled(text, compiler._vocabulary, utf8)
+    def compiled(spec):
+        return Compiled(compiler.compile(spec), compiler._vocabulary, utf8)
 
     return compiled
+
+
+@pytest.fixture(scope="session")
+def compile_(compile_spec):
+    """Compiled grammar of a kind and a source."""
+    return lambda kind, source: compile_spec(GrammarSpec(kind=kind, source=source))
 
 
 @pytest.fixture(scope="session")

@@ -177,6 +177,7 @@ def test_tools_with_such_references_are_refused_at_once(schema, style):
 def test_a_grammar_whose_masks_take_long_is_refused(compile_, monkeypatch):
     adapter = importlib.import_module("flare_ray.actors.grammar.xgrammar")
     monkeypatch.setattr(adapter, "MASK_LIMIT_S", 0.002)
+    monkeypatch.setattr(adapter, "TRIED_TOKENS", 60)
     compile_("ebnf", "root ::= [a-z]+")
     with pytest.raises(InvalidRequest, match="masks take more than"):
         compile_("ebnf", AMBIGUOUS_EBNF)

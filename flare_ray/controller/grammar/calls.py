@@ -40,6 +40,9 @@ from flare_ray.controller.grammar.shapes import check_shapes
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 SIMPLE = frozenset({"type"})
+MAX_TOLD_NAME = 400
+"""Letters of a name that stands in a tag with more behind it (`frontend.parsers`: 512 in all)."""
+MIXED = "a string beside other types, with further keywords, cannot be enforced in a call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +73,14 @@ class Maybe:
     pieces: tuple[Piece, ...]
 
 
-Piece = Fixed | Written | Free | Maybe
+@dataclass(frozen=True, slots=True)
+class Either:
+    """The pieces of one of the options."""
+
+    options: tuple[tuple[Piece, ...], ...]
+
+
+Piece = Fixed | Written | Free | Maybe | Either
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,8 @@ class _Tags:
 
     Attributes:
         begin / finish: around a call; `{}` = the function's name.
-        key: in front of a value; `{}` = the argument's name.
+        key: in front of a value; the first `{}` = the argument's name, a second one = whether the
+            value is a raw string.
         margin: around a value, no part of it.
         close: behind a value; no raw string may hold it.
         gap: between arguments.
@@ -101,6 +112,14 @@ def _tags(syntax: CallSyntax) -> _Tags:
             key="<parameter={}>",
             close="</parameter>",
             margin="\n",
+            gap="\n",
+        )
+    if syntax.style == "attributes":
+        return _Tags(
+            begin=syntax.tool_open + ' name="{}">\n',
+            finish=syntax.tool_close,
+            key=syntax.arg_key_open + ' name="{}" string="{}">',
+            close=syntax.arg_value_close,
             gap="\n",
         )
     return _Tags(
@@ -125,11 +144,13 @@ def call_pieces(tool: ToolGrammar, syntax: CallSyntax) -> tuple[Piece, ...]:
         body = Written(to_ebnf("root", JsonLanguage(schema, only_objects).rules))
         return (Fixed(opening), body, Fixed("}" + syntax.tool_close))
     tags = _tags(syntax)
+    told = syntax.style == "attributes"
     begin = Fixed(tags.begin.format(tool.name))
-    return (begin, *_pairs(schema, tags), Fixed(tags.finish))
+    return (begin, *_pairs(schema, tags, told=told), Fixed(tags.finish))
 
 
-def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
+def _pairs(schema: Any, tags: _Tags, *, told: bool) -> list[Piece]:
+    """Pairs of keys and values; `told` = a key says whether its value is a raw string."""
     resolver = Resolver(schema)
     flat = resolver.resolved(schema, "#")
     if "object" not in types_of(flat, "#") or {"anyOf", "oneOf", "enum", "const"} & set(flat):
@@ -141,14 +162,49 @@ def _pairs(schema: Any, tags: _Tags) -> list[Piece]:
         raise refused("#", f"required argument {missing[0]!r} is not among the properties")
     pieces: list[Piece] = []
     for name, part in properties.items():
-        if set(name) & set("<>\n{}") or name.strip() != name or not name:
+        if not _is_writable(name, told=told):
             raise refused(f"#/properties/{name}", "this name cannot be written in a call")
-        value = _value(resolver, part, f"#/properties/{name}", tags.close)
-        ending = tags.gap if isinstance(value, Free) else tags.margin + tags.close + tags.gap
-        opening = Fixed(tags.key.format(name) + tags.margin)
-        pair: tuple[Piece, ...] = (opening, value, *([Fixed(ending)] if ending else []))
+        path = f"#/properties/{name}"
+        parts = _by_rawness(resolver, part, path) if told else [("", part)]
+        options = tuple(_pair(resolver, (name, raw, value), path, tags) for raw, value in parts)
+        pair = options[0] if len(options) == 1 else (Either(options),)
         pieces += pair if name in required else [Maybe(pair)]
     return pieces
+
+
+def _is_writable(name: str, *, told: bool) -> bool:
+    """Whether an argument's name can stand in its tag and is read back as it was."""
+    if told and ('"' in name or len(name) > MAX_TOLD_NAME):
+        return False
+    return bool(name) and name.strip() == name and not set(name) & set("<>\n{}")
+
+
+def _pair(
+    resolver: Resolver, written: tuple[str, str, Any], path: str, tags: _Tags
+) -> tuple[Piece, ...]:
+    """One argument; `written` = its name, what its key says of the value, the value's schema."""
+    name, raw, part = written
+    value = _value(resolver, part, path, tags.close)
+    ending = tags.gap if isinstance(value, Free) else tags.margin + tags.close + tags.gap
+    opening = Fixed(tags.key.format(name, raw) + tags.margin)
+    return (opening, value, *([Fixed(ending)] if ending else []))
+
+
+def _by_rawness(resolver: Resolver, part: Any, path: str) -> list[tuple[str, Any]]:
+    """The schema of the raw strings among an argument's values, and that of the others."""
+    flat = resolver.resolved(part, path)
+    kinds = _kinds(resolver, flat, path)
+    if "string" not in kinds or kinds == {"string"}:
+        return [("true" if kinds == {"string"} else "false", part)]
+    if "enum" in flat or "const" in flat:
+        values = literal_values(flat, path)
+        texts = [value for value in values if isinstance(value, str)]
+        others = [value for value in values if not isinstance(value, str)]
+        return [("true", {"enum": texts}), ("false", {"enum": others})]
+    plain = [resolver.flat(branch, path) for branch in flat.get("anyOf", [flat])]
+    if not all(set(branch) <= SIMPLE for branch in plain):
+        raise refused(path, MIXED)
+    return [("true", {"type": "string"}), ("false", {"type": sorted(kinds - {"string"})})]
 
 
 def _value(resolver: Resolver, part: Any, path: str, close: str) -> Piece:
@@ -163,9 +219,7 @@ def _value(resolver: Resolver, part: Any, path: str, close: str) -> Piece:
         return _raw_string(flat, path, close)
     plain = [resolver.flat(branch, path) for branch in flat.get("anyOf", [flat])]
     if not all(set(branch) <= SIMPLE for branch in plain):
-        raise refused(
-            path, "a string beside other types, with further keywords, cannot be enforced in a call"
-        )
+        raise refused(path, MIXED)
     # Whatever is written is a string or, read as JSON, one of the other types.
     return Free(close)
 

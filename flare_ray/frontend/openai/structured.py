@@ -253,18 +253,7 @@ def chat_grammar(
 
 
 def call_syntax(chat: ChatFormat) -> CallSyntax:
-    """How the family writes calls.
-
-    Raises:
-        InvalidRequest: in a way that no grammar describes yet.
-    """
-    if chat.tool_style == "attributes":
-        raise InvalidRequest(
-            "this model's calls cannot be constrained yet: leave out strict, tool_choice required "
-            "or a function, parallel_tool_calls: false, and response_format beside tools",
-            param="tools",
-            code="unsupported_parameter",
-        )
+    """How the family writes calls."""
     return CallSyntax(
         tool_open=chat.tool_open,
         tool_close=chat.tool_close,
@@ -273,6 +262,8 @@ def call_syntax(chat: ChatFormat) -> CallSyntax:
         arg_key_close=chat.arg_key_close,
         arg_value_open=chat.arg_value_open,
         arg_value_close=chat.arg_value_close,
+        block_open=chat.tool_block_open,
+        block_close=chat.tool_block_close,
     )
 
 
