@@ -154,9 +154,7 @@ class Controller:
         )
         self._in_flight: deque[SubmittedRound] = deque()
         self._requests: dict[str, LiveRequest] = {}
-        self._gate = GrammarGate(
-            self._masks, most=limits.max_waiting, retry_after_s=self._retry_after_s
-        )
+        self._gate = GrammarGate(self._masks, config.admission)
         self._intake = Intake(
             self._requests,
             IntakePorts(self._admission, self._publisher, self._gate),

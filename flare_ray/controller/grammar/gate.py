@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flare_ray.config import AdmissionConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.controller.grammar.masks import WALK_LIMIT_S, MaskWriter
 from flare_ray.controller.grammar.matcher import CompiledGrammar, GrammarService
@@ -38,15 +39,15 @@ class GrammarGate:
 
     Args:
         masks: where those work that it lets through.
-        most: requests that may wait here.
+        config: as many may wait here as for a slot.
     """
 
-    def __init__(self, masks: MaskWriter, *, most: int, retry_after_s: float) -> None:
+    def __init__(self, masks: MaskWriter, config: AdmissionConfig) -> None:
         self._masks = masks
         self._service: GrammarService | None = None
         self._why = "this engine has none"
-        self._most = most
-        self._retry_after_s = retry_after_s
+        self._most = config.max_waiting
+        self._retry_after_s = config.retry_after_s
         self._waiting: set[int] = set()
 
     def use(self, service: GrammarService | None, why: str) -> None:
