@@ -19,8 +19,8 @@ import torch
 from scipy.stats import chi2
 
 from flare_ray import LLM, SamplingParams
-from flare_ray.device.graphs.replays import Replays
 from flare_ray.device.speculation.proposal import Proposals
+from tests.support.plain_rounds import plain_rounds as plain_rounds
 from tests.support.served_glm import SAMPLED_LETTERS, engine_settings, sampled_glm
 
 pytest.importorskip(
@@ -206,9 +206,7 @@ def hotter_q(draw: Callable) -> Callable:
     return wrong
 
 
-def test_q_off_by_a_temperature_is_caught(llm, logits, monkeypatch):
-    # Recorded rounds would not meet the fault, and rounds recorded with it would keep it.
-    monkeypatch.setattr(Replays, "run", lambda self, key, function, after=None: function())
+def test_q_off_by_a_temperature_is_caught(llm, logits, plain_rounds, monkeypatch):
     monkeypatch.setattr(Proposals, "draw", hotter_q(Proposals.draw))
     assert p_value(sample(llm, SAMPLES, **PLAIN), exact(logits, **PLAIN)) < CAUGHT
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from flare_ray.contracts.plan import SlotRestore
 from flare_ray.device.state.store import StateStore
-from flare_ray.errors import ContractViolation
 from tests.support import deepseek_tiny, glm_tiny, qwen_tiny
 from tests.support.engine_machine import Engine, EngineMachine
 from tests.support.scripted.recipe import DOTTED
@@ -162,7 +161,7 @@ def test_comparison_catches(machine, sabotage, monkeypatch):
     preempted_once(machine, 127, "answer", depth=2)
     target, damaged = SABOTAGES[sabotage]
     monkeypatch.setattr(target, damaged(pkgutil.resolve_name(target)))
-    with pytest.raises((AssertionError, RuntimeError, ContractViolation)):
+    with pytest.raises(AssertionError):
         preempted_once(machine, 127, "answer", depth=2)
 
 

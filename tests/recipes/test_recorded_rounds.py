@@ -7,11 +7,12 @@ import pytest
 
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.shapes import PROMPT_KINDS
-from flare_ray.device.graphs import replays
+from flare_ray.device.graphs.replays import Replays
 from flare_ray.device.parallel.groups import SingleGroup
 from flare_ray.device.prepare import prepare_rank
 from tests.recipes.test_prefix_reuse import RECIPES
 from tests.support.mixed_rounds import GREEDY, PLAIN, SPECIAL, play
+from tests.support.plain_rounds import run_plainly
 from tests.support.scripted.harness import Driver
 
 MIXES = ((PLAIN, SPECIAL), (PLAIN, PLAIN), (GREEDY, GREEDY))
@@ -30,7 +31,7 @@ def test_recorded_rounds_give_the_records_of_plain_ones(name, tmp_path, monkeypa
         prefill_tokens=64,
         speculation={"draft_tokens": 3},
     )
-    replayed, run = [], replays.Replays.run
+    replayed, run = [], Replays.run
 
     def counted(self, key, function, *, after=None):
         called = []
@@ -39,8 +40,8 @@ def test_recorded_rounds_give_the_records_of_plain_ones(name, tmp_path, monkeypa
         return result
 
     found = []
-    for method in (counted, lambda self, key, function, after=None: function()):
-        monkeypatch.setattr(replays.Replays, "run", method)
+    for method in (counted, run_plainly):
+        monkeypatch.setattr(Replays, "run", method)
         driver = Driver(prepare_rank(config, SingleGroup()))
         shapes = (s for s in driver.manifest.shapes if s.kind not in PROMPT_KINDS)
         widths = sorted({s.verify_width for s in shapes})

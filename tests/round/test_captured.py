@@ -182,7 +182,7 @@ def test_publishing_round_of_plain_lanes_takes_the_full_variant(captured):
 
 
 class CountedFence:
-    """A fence whose work runs when somebody waits for it."""
+    """A fence that counts the waits for what it has marked."""
 
     def __init__(self) -> None:
         self.waits = 0

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flare_ray.contracts.plan import LanePlan, PageGrant, PrefillLane, RoundPlan
 from flare_ray.contracts.record import Flag, Status
 from flare_ray.contracts.shapes import GraphKind
-from flare_ray.device.graphs.replays import Replays
 from flare_ray.device.state.layout import Core, Phase
 from flare_ray.errors import ContractViolation
 from tests.round.test_acceptance import PROMPT, greedy_script, plain_text
+from tests.support.plain_rounds import plain_rounds as plain_rounds
 from tests.support.scripted.geometry import Script
 from tests.support.scripted.harness import Driver, Sampling, scripted_rank
 from tests.support.scripted.target import ScriptedTarget
@@ -86,9 +86,7 @@ def test_queued_round_after_the_end_contributes_nothing(width):
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_round_runs_the_target_only_while_a_lane_is_live(live, monkeypatch):
-    # A replay calls no Python function that could be counted.
-    monkeypatch.setattr(Replays, "run", lambda self, key, function, after=None: function())
+def test_round_runs_the_target_only_while_a_lane_is_live(live, plain_rounds, monkeypatch):
     script = Script(vocab_size=16, order=2, seed=3, eos_ids=(6,))
     rank = scripted_rank(script)
     driver = Driver(rank)
@@ -197,7 +195,10 @@ def live_tensors() -> int:
     return sum(type(o) is torch.Tensor for o in gc.get_objects())
 
 
-def test_rounds_leave_no_tensor_behind():
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "recorded"])
+def test_rounds_leave_no_tensor_behind(recorded, request):
+    if not recorded:
+        request.getfixturevalue("plain_rounds")
     driver = ready_driver()
     for width in (1, 4, 8) * 2:  # on CPU the second round of a kind is recorded, and kept
         driver.round(driver.requests, width)

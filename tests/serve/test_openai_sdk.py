@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,7 +12,7 @@ from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.errors import Overloaded
 from flare_ray.frontend.tokenizer import TextCodec
 from tests.support.fake_engine_client import FakeEngineClient, Script, answer, byte_tokens
-from tests.support.http_server import chat_codec, http_server
+from tests.support.http_server import chat_codec, http_server, wait_running
 
 NUMBERS = range(10, 34)
 """Of two digits, so that none is the beginning of another."""
@@ -167,10 +166,7 @@ def test_clients_that_leave_at_random_leave_nothing_running(serve, random_seed):
 
     with serve(script) as (engine, url):
         results = asyncio.run(scenario(url, engine))
-        deadline = time.monotonic() + 5.0
-        while engine.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not engine.running
+        wait_running(engine)
     for stay, number, text in results:
         if stay is None:
             assert text == f"n{number}" + "." * 20
@@ -190,8 +186,5 @@ def test_whole_answer_with_an_endless_request_stops_when_the_client_hangs_up(ser
             client.chat.completions.create(
                 model="tiny", messages=HI, max_tokens=100, extra_body={"ignore_eos": True}
             )
-        deadline = time.monotonic() + 5.0
-        while engine.running and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert not engine.running
+        wait_running(engine)
         assert len(engine.cancelled) == 1

@@ -12,10 +12,8 @@ from collections.abc import Callable
 class CallGraph:
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
-        self.replays = 0
 
     def replay(self) -> None:
-        self.replays += 1
         self._run()
 
 

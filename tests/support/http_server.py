@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +17,20 @@ from tests.support.fake_engine_client import FakeEngineClient, Script
 
 START_LIMIT_S = 20.0
 STOP_LIMIT_S = 20.0
+CANCEL_LIMIT_S = 10.0
 
 
 def chat_codec(folder: Path) -> TextCodec:
     """Codec of a chat checkpoint, which is written to the folder."""
     return TextCodec(write_chat_checkpoint(folder), CHAT)
+
+
+def wait_running(engine: FakeEngineClient, wanted: Set[str] = frozenset()) -> None:
+    """Wait until the requests of these ids, and no others, are being answered."""
+    deadline = time.monotonic() + CANCEL_LIMIT_S
+    while engine.running != wanted:
+        assert time.monotonic() < deadline, engine.running
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`flare-ray top`: what two readings of /metrics come to."""
 
 import http.server
+import re
 import threading
 
 import pytest
@@ -72,8 +73,8 @@ def test_latencies_are_bucket_bounds_of_the_interval(recorder):
         first.observe(bounds[2])
     first.observe(bounds[4])
     rows = shown(before, reading(recorder))
-    low, high = (f"{bounds[place] * 1000:.4g} ms" for place in (2, 2))
-    assert rows["time to first token"] == f"{low}  {high}"
+    bound = f"{bounds[2] * 1000:.4g} ms"
+    assert rows["time to first token"] == f"{bound}  {bound}"
     first.observe(1e9)
     first.observe(1e9)
     assert shown(before, reading(recorder))["time to first token"].endswith("> last bucket")
@@ -109,8 +110,7 @@ def test_one_view_is_printed_and_the_command_ends(answering, recorder, capsys):
     recorder.gauge(names.REQUESTS_RUNNING).set(7)
     url = answering(200, text_of(recorder))
     top.watch(url, interval_s=0.01, once=True)
-    assert "running" in (text := capsys.readouterr().out)
-    assert "7" in text
+    assert re.search(r"running\W+7\W", capsys.readouterr().out)
 
 
 def test_a_later_failure_is_shown_as_it_is_said_and_watching_goes_on(monkeypatch, recorder, capsys):

@@ -63,6 +63,21 @@ class Api:
         return b"".join(table[token] for token in tokens).decode()
 
 
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 def chat_body(**fields: Any) -> dict[str, Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields}
     return {key: value for key, value in body.items() if value is not ...}

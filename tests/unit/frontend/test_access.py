@@ -24,19 +24,6 @@ SECRET = "sk-0123456789abcdef"
 OTHER = "sk-fedcba9876543210"
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def guard(make_api, tmp_path, clock):
     """An API that a key file guards; `path` and `clock` are attributes."""

@@ -16,19 +16,6 @@ AGAIN = msgspec.structs.replace(
 """The same work under another id and seed, as a client's retry asks for it."""
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def quarantine(clock):
     return Quarantine(clock)

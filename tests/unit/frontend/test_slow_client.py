@@ -9,7 +9,7 @@ import pytest
 
 from flare_ray.contracts.messages import Delta, Finished
 from tests.support.fake_engine_client import answer
-from tests.support.http_server import chat_codec, http_server
+from tests.support.http_server import chat_codec, http_server, wait_running
 from tests.unit.frontend.test_remote_client import REQUEST, run, short_waits
 
 fast = short_waits
@@ -43,14 +43,17 @@ def test_output_that_waits_for_a_slow_reader_is_joined_and_none_of_it_is_lost():
 def test_deltas_are_handed_out_one_by_one_to_a_reader_that_keeps_up():
     def behave(call, _):
         call.admit()
-        loop = asyncio.get_running_loop()
-        for token in range(3):
-            loop.call_later(0.02 * (token + 1), call.delta, token)
-        loop.call_later(0.1, call.finish)
+        call.delta(0)
 
     async def scenario(cluster):
         stream = await cluster.client.open(REQUEST)
-        found = [event async for event in stream]
+        (call,), found = cluster.calls, []
+        async for event in stream:
+            found.append(event)
+            if len(found) < 3:
+                call.delta(len(found))
+            elif len(found) == 3:
+                call.finish()
         await stream.aclose()
         return found
 
@@ -106,7 +109,7 @@ def test_a_client_that_reads_nothing_delays_no_other_and_gets_its_whole_answer_l
         others = [read_all(connected(port, f"n{place}")) for place in range(2)]
         assert time.monotonic() - started_s < OTHERS_LIMIT_S
         assert all(found.count(b'"z"') == DELTAS for found in others)
-        assert len(engine.running) == 1, "the slow client's answer is still being written"
+        wait_running(engine, {engine.requests[0].request_id})  # it is still being written
         found = read_all(slow)
     assert found.count(b'"z"') == DELTAS
     assert b"data: [DONE]" in found
