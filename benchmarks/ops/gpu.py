@@ -92,10 +92,10 @@ def experts() -> Iterator[Timed]:
         scale.copy_(torch.rand(scale.shape, device="cuda") + 0.5)
     nvfp4.factors.fill_(0.01)
     each = 3 * HIDDEN * WIDTH * 0.5625
-    from flare_ray.device.ops.moe.nvfp4.triton import Nvfp4Experts
+    from flare_ray.device.ops.moe.fp4.triton import Fp4Experts
 
     for name, few in (("few", 1 << 20), ("wide", 0)):
-        kind = Nvfp4Experts(nvfp4, limit=10.0, few_rows=few)
+        kind = Fp4Experts(nvfp4, limit=10.0, few_rows=few)
         for rows in ROWS:
             yield Timed(f"nvfp4 {name} rows {rows}", *_expert_calls(kind, rows, each))
     del nvfp4, kind

@@ -50,6 +50,8 @@ class EngineSettings(TypedDict, total=False):
     threads_per_rank: int
     kv_dtype: Literal["float32", "bfloat16"] | None
     quantised_activations: Literal["as_declared", "never"]
+    expert_weights: Literal["auto", "packed", "dequantised"]
+    tables: Literal["device", "host", "disk"]
     eager: bool
     core: str | None
     debug_checks: bool

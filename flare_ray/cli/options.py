@@ -30,6 +30,8 @@ SETTINGS: dict[str, str] = {
     "threads": "threads_per_rank",
     "kv_dtype": "kv_dtype",
     "quantised_activations": "quantised_activations",
+    "expert_weights": "expert_weights",
+    "tables": "tables",
     "eager": "eager",
     "core": "core",
     "debug_checks": "debug_checks",
@@ -149,6 +151,8 @@ class EngineOptions:
     threads: Annotated[int | None, _setting("threads")] = None
     kv_dtype: Annotated[str | None, _setting("kv_dtype")] = None
     quantised_activations: Annotated[str | None, _setting("quantised_activations")] = None
+    expert_weights: Annotated[str | None, _setting("expert_weights")] = None
+    tables: Annotated[str | None, _setting("tables")] = None
     eager: Annotated[bool | None, _setting("eager", flags="--eager/--no-eager")] = None
     core: Annotated[str | None, _setting("core")] = None
     debug_checks: Annotated[

@@ -90,10 +90,13 @@ def _engine_text(manifest: PreparedManifest) -> str:
 
 
 def _bytes_text(manifest: PreparedManifest) -> str:
-    parts = _parts(manifest)
+    budget, parts = manifest.budget, _parts(manifest)
     persistent = sum(count for _, count, lifetime in parts if lifetime == "persistent")
     rows = [*parts[:3], ("persistent", persistent, "sum of the above"), *parts[3:]]
     rows.append(("total", rank_bytes(manifest), "one rank"))
+    places = {"host": "host memory", "disk": "files, not held in memory"}
+    if budget.table_bytes:
+        rows.append(("tables", budget.table_bytes, places[manifest.tables]))
     lines = ["bytes per rank"]
     lines += [
         f"  {name:<11}{count:>18,}  {count / MIB:>11,.1f} MiB  {lifetime}"

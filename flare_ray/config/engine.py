@@ -283,6 +283,19 @@ class EngineConfig(BaseModel, frozen=True, extra="forbid"):
         description="Experts declared W4A4 (an input scale beside 4-bit weights): as_declared = "
         "refused until the engine rounds activations; never = run as W4A16, named in the log.",
     )
+    expert_weights: Literal["auto", "packed", "dequantised"] = Field(
+        "auto",
+        description="Routed experts of 4-bit and FP8 checkpoints in memory: packed = as stored, or "
+        "the start is refused; auto = packed on CUDA wherever a kernel unpacks them, dequantised "
+        "on CPU, where the packed form gives the same bits slowly.",
+    )
+    tables: Literal["device", "host", "disk"] = Field(
+        "device",
+        description="Where hashed n-gram tables lie (contract: M8): device = where programs run; "
+        "host = host memory, page-locked for CUDA and read by its programs; disk = in the "
+        "checkpoint's files, read row by row (CPU only). Off the device they keep their stored "
+        "type.",
+    )
     eager: bool = Field(
         False, description="Run without CUDA graphs (debugging); always so on CPU (contract: G6)."
     )

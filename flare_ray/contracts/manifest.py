@@ -29,13 +29,19 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ByteBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one rank, by lifetime (contract: M6)."""
+    """Bytes of one rank, by lifetime (contract: M6).
+
+    Attributes:
+        weights_bytes: where programs run.
+        table_bytes: of tables that lie elsewhere (contract: M8).
+    """
 
     weights_bytes: int
     page_bytes: int
     state_bytes: int
     graph_pool_bytes: int
     scratch_bytes: int
+    table_bytes: int = 0
 
 
 class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +61,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
         snapshots_inside_rounds: a snapshot may lie at any accepted row of a round, not only at its
             last one.
         processed_logprobs: reported log-probabilities are those of the distribution drawn from.
+        expert_weights / tables: how routed experts are held, and where tables lie, as configured;
+            tables are "device" for a model without any.
         threads: CPU threads per rank, fixed at preparation; 0 on CUDA.
         captured: programs are CUDA graphs; False = their functions are called (contract: G6).
         graphs: graphs that are captured for `shapes`: variants and parts counted apart.
@@ -81,6 +89,8 @@ class PreparedManifest(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults
     shapes: tuple[GraphShape, ...]
     budget: ByteBudget
+    expert_weights: str = "auto"
+    tables: str = "device"
     threads: int = 0
     snapshot_rows: int = 0
     snapshot_row_bytes: int = 0

@@ -22,7 +22,7 @@ def check_capacity(manifest: PreparedManifest, rank_bytes: int) -> None:
         CapacityError: the sum, what is there, and the settings that change each part.
     """
     if manifest.device == "cuda":
-        _check_host_tier(manifest)
+        _check_host_memory(manifest)
     parts = _rank_parts(manifest)
     needed = sum(size for _, size, _ in parts)
     usable = int(rank_bytes * (1 - HEADROOM_RATIO))
@@ -46,9 +46,13 @@ def sum_text(manifest: PreparedManifest) -> str:
 def _rank_parts(manifest: PreparedManifest) -> tuple[tuple[str, int, str], ...]:
     """Part, bytes of the memory that programs run in, settings that change it."""
     budget = manifest.budget
-    host = 0 if manifest.device == "cuda" else manifest.host_cache_bytes
+    shared = manifest.device == "cpu"
+    host = manifest.host_cache_bytes if shared else 0
+    # what lies in files is cache of the operating system's, which gives it back
+    tables = budget.table_bytes if shared and manifest.tables == "host" else 0
     return (
         ("weights", budget.weights_bytes, "tensor_parallel_size"),
+        ("tables", tables, "tables"),
         ("pages", budget.page_bytes, "page_pool_tokens, concurrency or context_tokens"),
         ("state", budget.state_bytes, "concurrency or prefix_cache.device_bytes"),
         ("graph pool", budget.graph_pool_bytes, "concurrency or speculation.widths"),
@@ -57,13 +61,15 @@ def _rank_parts(manifest: PreparedManifest) -> tuple[tuple[str, int, str], ...]:
     )
 
 
-def _check_host_tier(manifest: PreparedManifest) -> None:
+def _check_host_memory(manifest: PreparedManifest) -> None:
     """Page-locked memory can never be swapped out: what is not free now will not become so."""
     usable = int(free_bytes("cpu", manifest.world_size) * (1 - HEADROOM_RATIO))
-    if manifest.host_cache_bytes > usable:
+    tables, cache = manifest.budget.table_bytes, manifest.host_cache_bytes
+    if tables + cache > usable:
         raise CapacityError(
-            f"prefix_cache.host_bytes is {manifest.host_cache_bytes / GIB:.3f} GiB per rank, "
-            f"{usable / GIB:.3f} GiB of host memory are usable per rank; lower it"
+            f"one rank needs {(tables + cache) / GIB:.3f} GiB of host memory (tables "
+            f"{tables / GIB:.3f} + prefix_cache.host_bytes {cache / GIB:.3f}), {usable / GIB:.3f} "
+            "GiB of it are usable per rank; lower prefix_cache.host_bytes or set tables: device"
         )
 
 

@@ -36,6 +36,8 @@ SAME = (
     "dtype",
     "vocab_size",
     "captured",
+    "expert_weights",
+    "tables",
 )
 """Fields in which a start equals its core."""
 AT_MOST = ("slots", "context_tokens", "prefill_tokens", "draft_tokens")

@@ -29,8 +29,8 @@ from flare_ray.device.executor import ModelParts, RankExecutor
 from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scratch_sizes
 from flare_ray.device.graphs.pool import PoolSizes, pool_bytes
 from flare_ray.device.graphs.variants import count_graphs
+from flare_ray.device.keeping import keeping_of, weights_held
 from flare_ray.device.state.layout import (
-    DTYPE_BYTES,
     StateLimits,
     pages_for,
     snapshot_row_bytes,
@@ -39,9 +39,7 @@ from flare_ray.device.state.layout import (
 from flare_ray.device.state.snapshot_layout import layout_digest
 from flare_ray.device.state.store import TORCH_DTYPE
 from flare_ray.device.weights.arithmetic import check_arithmetic
-from flare_ray.device.weights.budget import rank_weight_bytes
 from flare_ray.device.weights.index import CheckpointIndex
-from flare_ray.device.weights.kept import kept_formats
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import open_validated
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
@@ -182,6 +180,7 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     spec = resolve(recipe.state)(geometry, config.tensor_parallel_size)
     limits, row_bytes = _state_limits(config, spec, options, vocab_size=geometry.vocab_size)
     page_bytes, rest_bytes = state_bytes(spec, limits)
+    held = weights_held(config, recipe, resolve(recipe.manifest)(geometry), _families(config))
     sizes = PoolSizes(geometry.vocab_size, spec.sampling_width, limits.table_columns)
     generation = _read_object(folder / GENERATION_FILE, required=False)
     manifest = PreparedManifest(
@@ -204,12 +203,15 @@ def make_plan(config: EngineConfig) -> EnginePlan:
         processed_logprobs=config.sampling.logprobs == "processed",
         shapes=shapes,
         budget=ByteBudget(
-            weights_bytes=_weight_bytes(config, recipe, resolve(recipe.manifest)(geometry)),
+            weights_bytes=held.device,
+            table_bytes=held.elsewhere,
             page_bytes=page_bytes,
             state_bytes=rest_bytes,
             graph_pool_bytes=pool_bytes(shapes, sizes) if captured else 0,
             scratch_bytes=scratch_sizes(shapes, geometry.vocab_size).num_bytes,
         ),
+        expert_weights=config.expert_weights,
+        tables=config.tables,
         threads=config.threads_per_rank if config.device == "cpu" else 0,
         snapshot_rows=limits.snapshot_rows,
         snapshot_row_bytes=row_bytes,
@@ -223,27 +225,6 @@ def make_plan(config: EngineConfig) -> EnginePlan:
     if config.core is not None:
         manifest = selected(manifest, read_core(config.core))
     return EnginePlan(manifest, recipe, geometry, _families(config))
-
-
-def _weight_bytes(config: EngineConfig, recipe: Recipe, specs: Sequence[TensorSpec]) -> int:
-    """One rank's weights as they will be held: packed where the recipe keeps them so."""
-    world_size, families = config.tensor_parallel_size, _families(config)
-    format_of = None
-    if recipe.packs_experts:
-        format_of = kept_formats(
-            config.checkpoint,
-            specs,
-            device=config.device,
-            world_size=world_size,
-            families=families,
-        )
-    return rank_weight_bytes(
-        specs,
-        world_size=world_size,
-        element_bytes=DTYPE_BYTES[config.dtype],
-        families=families,
-        format_of=format_of,
-    )
 
 
 def _model_of(config: EngineConfig) -> tuple[Recipe, Any]:
@@ -424,6 +405,7 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         device=manifest.device,
         dtype=TORCH_DTYPE[manifest.dtype],
         families=plan.families,
+        keeping=keeping_of(config),
     )
     with weights:
         target = target_of(geometry, weights, comm, options)

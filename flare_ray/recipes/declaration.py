@@ -48,6 +48,9 @@ class TensorSpec:
         integer: stored as 64-bit integers.
         shard_sizes: sizes along `shard_dim` of the parts that must stay whole; ranks take equal
             numbers of them in order. () = any equal cut.
+        table: rows of an embedding table that programs look up by number; it may lie off the device
+            (contract: M8).
+        wide: held in float32 whatever the engine's type.
     """
 
     name: str
@@ -61,6 +64,8 @@ class TensorSpec:
     alias: str = ""
     integer: bool = False
     shard_sizes: tuple[int, ...] = ()
+    table: bool = False
+    wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +363,6 @@ class Recipe:
 
     tolerated_prefixes: beginnings of tensor names that a checkpoint may hold and the engine does
     not load (a vision tower, say); any other unlisted tensor is refused (contract: R5).
-    packs_experts: on CUDA the builders keep routed experts as stored (device/weights/kept.py).
     """
 
     name: str
@@ -375,7 +379,6 @@ class Recipe:
     drafter: str
     notes: Mapping[str, str] = field(default_factory=dict)
     tolerated_prefixes: tuple[str, ...] = ()
-    packs_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from flare_ray.device.ops.indexed_attention import triton as attention
 from flare_ray.device.ops.kda import reference as kda_reference
 from flare_ray.device.ops.kda import triton as kda
 from flare_ray.device.ops.kda.gated import GatedRows, Gates
+from flare_ray.device.ops.key_rounding.api import round_fp8
 from flare_ray.device.ops.moe import reference as moe_reference
 from flare_ray.device.ops.moe import triton as moe
+from flare_ray.device.ops.moe.fp4 import triton as fp4
 from flare_ray.device.ops.moe.fp8 import triton as fp8
-from flare_ray.device.ops.moe.nvfp4 import triton as nvfp4
-from flare_ray.device.ops.moe.packed import Fp8Stack, Nvfp4Stack
+from flare_ray.device.ops.moe.packed import Fp8Stack, Mxfp4Stack, Nvfp4Stack
 from flare_ray.device.ops.pooled_index import reference as pools_reference
 from flare_ray.device.ops.pooled_index import triton as pools
 from flare_ray.device.ops.pooled_index.selection import triton as selection
@@ -39,6 +40,7 @@ from flare_ray.device.ops.rmsnorm import reference as norm_reference
 from flare_ray.device.ops.rmsnorm import triton as norm
 from flare_ray.device.ops.router import reference as router_reference
 from flare_ray.device.ops.router import triton as router
+from flare_ray.device.ops.row_gather import triton as row_gather
 from flare_ray.device.ops.short_conv import reference as conv_reference
 from flare_ray.device.ops.short_conv import triton as conv
 from flare_ray.device.ops.swiglu import reference as swiglu_reference
@@ -50,6 +52,7 @@ from flare_ray.device.sampling.filters import nucleus_mask
 from flare_ray.device.sampling.inverse_cdf import triton as inverse_cdf
 from flare_ray.device.sampling.stream import triton as stream
 from flare_ray.device.weights.formats.fp8_block import quantise_fp8_block
+from flare_ray.device.weights.formats.mxfp4 import quantise_mxfp4
 from flare_ray.device.weights.formats.nvfp4 import quantise_nvfp4
 
 ATOL = 2e-5
@@ -128,8 +131,38 @@ def test_nvfp4_experts(few_rows):
     # the interpreter has no float8
     stack.gate_up_scale, stack.down_scale = stack.gate_up_scale.float(), stack.down_scale.float()
     x, (ids, weights) = torch.randn(4, 96), routed(5, 4, 2)
-    got = nvfp4.Nvfp4Experts(stack, limit=3.0, few_rows=few_rows)(x, ids, weights)
+    got = fp4.Fp4Experts(stack, limit=3.0, few_rows=few_rows)(x, ids, weights)
     assert close(got, expected(x, gate_up, down, ids, weights), 2e-4)
+
+
+@pytest.mark.parametrize("few_rows", [100, 0])
+@pytest.mark.parametrize("rounding", [None, round_fp8])
+def test_mxfp4_experts(few_rows, rounding):
+    stack = Mxfp4Stack.empty(3, 32, 64, torch.device("cpu"))
+    for e in range(3):
+        parts = [quantise_mxfp4(torch.randn(*s)) for s in ((32, 64), (32, 64), (64, 32))]
+        stack.gate_up[e] = torch.cat([p.packed for p in parts[:2]])
+        stack.gate_up_scale[e] = torch.cat([p.exponents for p in parts[:2]])
+        stack.down[e], stack.down_scale[e] = parts[2].packed, parts[2].exponents
+    values = [stack.dequantised(e) for e in range(3)]
+    gate_up, down = torch.stack([v[0] for v in values]), torch.stack([v[1].t() for v in values])
+    x, (ids, weights) = torch.randn(3, 64), routed(3, 3, 2)
+    x = x if rounding is None else rounding(x)
+    kind = fp4.Fp4Experts(stack, limit=3.0, few_rows=few_rows, rounding=rounding)
+    routing = moe_reference.Routing(ids, weights)
+    wanted = moe_reference.chosen_experts(x, gate_up, down, routing, limit=3.0, rounding=rounding)
+    assert close(kind(x, ids, weights), wanted, 2e-4)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_of_a_table(packed):
+    values, numbers = torch.randn(50, 160).to(torch.float16), torch.randint(0, 50, (7,))
+    exponents = torch.randint(120, 130, (50, 5), dtype=torch.uint8) if packed else None
+    wanted = values[numbers].float()
+    if exponents is not None:
+        wanted *= (exponents[numbers].int() << 23).view(torch.float32).repeat_interleave(32, 1)
+    got = row_gather.gather(values, exponents, numbers, dtype=torch.float32)
+    assert torch.equal(got, wanted)
 
 
 def test_fp8_experts():

@@ -147,7 +147,7 @@ def _family_folder(module: str) -> str | None:
     parts = module.split(".")
     if parts[:2] != ["flare_ray", "recipes"] or len(parts) < 3:
         return None
-    common = {"declaration", "fields", "packed", "reading", "registry"}
+    common = {"declaration", "fields", "packed", "reading", "registry", "tables"}
     return None if parts[2] in common else parts[2]
 
 

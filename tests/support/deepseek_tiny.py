@@ -264,10 +264,15 @@ def quantised_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     return result
 
 
-def write_quantised(folder: Path, name: str) -> Path:
-    """As `write_checkpoint`, in the release's formats and with its declaration."""
+def write_quantised(folder: Path, name: str, **text: Any) -> Path:
+    """As `write_checkpoint`, in the release's formats and with its declaration.
+
+    Args:
+        text: settings in place of the variant's.
+    """
     write_checkpoint(folder, name)
     config = config_of(name)
+    config["text_config"] |= text
     config["quantization_config"] = {
         "quant_method": "fp8",
         "weight_block_size": [32, 32],

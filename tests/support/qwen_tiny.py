@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flare_ray.device.weights.formats.nvfp4 import quantise_nvfp4
 from flare_ray.recipes.declaration import TensorSpec, resolve
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
 from flare_ray.recipes.qwen4_exp.recipe import RECIPE
@@ -176,6 +177,41 @@ def write_checkpoint(folder: Path, name: str) -> Path:
         for spec in specs
         if not spec.integer and (spec.required if single else not spec.instead)
     }
+    tensors.update(hash_constants(geometry))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def write_quantised(folder: Path, name: str, **text: Any) -> Path:
+    """As `write_checkpoint`, routed experts in NVFP4 without activation scales (W4A16), and the
+    tables in bfloat16.
+
+    Args:
+        text: settings in place of the variant's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(name)
+    config["text_config"] |= text
+    config["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "ignore": ["*linear_attn*", "*self_attn*", "*shared_expert*"],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    geometry: Geometry = resolve(RECIPE.geometry)(config)
+    tensors: dict[str, Tensor] = {}
+    for spec in resolve(RECIPE.manifest)(geometry):
+        if spec.integer or not spec.required:
+            continue
+        value = draw(spec, SEEDS[name])
+        if ".experts." in spec.name:
+            parts = quantise_nvfp4(value)
+            tensors[spec.name] = parts.packed
+            tensors[f"{spec.name}_scale"] = parts.block_scale
+            tensors[f"{spec.name}_scale_2"] = parts.global_scale
+        else:
+            tensors[spec.name] = value.to(torch.bfloat16) if spec.table else value
     tensors.update(hash_constants(geometry))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

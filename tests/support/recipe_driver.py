@@ -20,6 +20,7 @@ from flare_ray.device.speculation.commit import absorb_accepted, absorb_rows
 from flare_ray.device.state.layout import StateLimits
 from flare_ray.device.state.store import TORCH_DTYPE, StateStore
 from flare_ray.device.weights.index import open_checkpoint
+from flare_ray.device.weights.kept import Keeping
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.recipes.declaration import (
     AbsorbRows,
@@ -87,8 +88,10 @@ class RecipeDriver:
         slots: int = 4,
         num_pages: int = 40,
         dtype: str = "float32",
-        device: str = "cpu",
+        keeping: Keeping | None = None,
     ) -> None:
+        keeping = keeping or Keeping("cpu")
+        device = keeping.device
         config = json.loads((folder / "config.json").read_text())
         recipe = self.recipe = find_recipe(config)
         self.geometry: Any = resolve(recipe.geometry)(config)
@@ -98,7 +101,11 @@ class RecipeDriver:
         specs = resolve(recipe.manifest)(self.geometry)
         options = BuildOptions(device=device, dtype=dtype, prefill_tokens=64, max_width=8)
         weights = RankWeights(
-            open_checkpoint(folder), specs, device=device, dtype=TORCH_DTYPE[dtype]
+            open_checkpoint(folder),
+            specs,
+            device=device,
+            dtype=TORCH_DTYPE[dtype],
+            keeping=keeping,
         )
         with torch.inference_mode(), weights:
             self.target = resolve(recipe.target)(self.geometry, weights, comm, options)

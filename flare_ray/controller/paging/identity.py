@@ -54,6 +54,7 @@ def engine_identity(config: EngineConfig, manifest: PreparedManifest) -> str:
         manifest.page_tokens,
         manifest.state_layout,
         config.quantised_activations,
+        config.expert_weights,
         family,
     )
     return hashlib.blake2b(repr(facts).encode(), digest_size=32).hexdigest()

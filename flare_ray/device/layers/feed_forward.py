@@ -86,7 +86,9 @@ class GatedMixture:
         parts: experts that the shared one is cut into.
     """
 
-    def __init__(self, router: Tensor, experts: Experts, *, top_k: int, parts: int) -> None:
+    def __init__(
+        self, router: Tensor, experts: Experts | PackedExperts, *, top_k: int, parts: int
+    ) -> None:
         count = router.shape[0] - 1
         self._router = Linear(router)
         self._experts = experts

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
+from flare_ray.device.ops.row_gather.api import RowGather, scaled
 from flare_ray.recipes.declaration import Communicator
 
 
@@ -17,36 +18,6 @@ class EmbeddingTable(Protocol):
 
     def gather(self, rows: Tensor) -> Tensor:
         """[R, h] int64 row numbers -> [R, h, dim], the same on every rank."""
-
-
-class DeviceTable:
-    """A table in the memory that programs compute in, each shard's rows divided over the ranks.
-
-    Args:
-        part: [shards * n, dim], this rank's n rows of every shard, shard by shard.
-        shard_rows: rows of a whole shard; n times the number of ranks.
-        comm: of the ranks.
-    """
-
-    def __init__(self, part: Tensor, *, shard_rows: int, comm: Communicator) -> None:
-        expect_shape("part", part, None, None)
-        self._part = part
-        self._shard_rows = shard_rows
-        self._own_rows = shard_rows // comm.size
-        self._first = comm.rank * self._own_rows
-        self._comm = comm
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """See `EmbeddingTable.gather`."""
-        if self._comm.size == 1:
-            return self._part.index_select(0, rows.reshape(-1)).view(*rows.shape, -1)
-        within = rows % self._shard_rows - self._first
-        shard = (rows - rows % self._shard_rows) // self._comm.size
-        other = (within < 0) | (within >= self._own_rows)
-        local = (shard + within.clamp(0, self._own_rows - 1)).view(-1)
-        taken = self._part.index_select(0, local).view(*rows.shape, -1)
-        # One rank brings each row and the others zeros: their sum is that row exactly.
-        return self._comm.all_reduce(taken.masked_fill_(other.unsqueeze(-1), 0.0))
 
 
 class TableRows(Protocol):
@@ -85,11 +56,48 @@ class Fp8Rows:
         """See `TableRows`."""
         # index_select knows no one-byte floats
         packed = self.weight.view(torch.uint8).index_select(0, numbers)
-        values = packed.view(torch.float8_e4m3fn).to(torch.float32)
-        exponents = self.scale.index_select(0, numbers).to(torch.int32)
-        scales = (exponents << 23).view(torch.float32).unsqueeze(-1)
-        grouped = values.unflatten(-1, (self.scale.shape[1], -1))
-        return (grouped * scales).flatten(-2).to(self.dtype)
+        exponents = self.scale.index_select(0, numbers)
+        return scaled(packed.view(torch.float8_e4m3fn), exponents, dtype=self.dtype)
+
+
+@dataclass(slots=True)
+class HostRows:
+    """Rows in host memory or in mapped files."""
+
+    gather: RowGather
+
+    def take(self, numbers: Tensor) -> Tensor:
+        """See `TableRows`."""
+        return self.gather(numbers)
+
+
+class ShardedTable:
+    """A table in shards, each shard's rows divided over the ranks.
+
+    Args:
+        rows: this rank's n rows of every shard, shard by shard.
+        shard_rows: rows of a whole shard; n times the number of ranks.
+        comm: of the ranks.
+    """
+
+    def __init__(self, rows: TableRows, *, shard_rows: int, comm: Communicator) -> None:
+        self._rows = rows
+        self._shard_rows = shard_rows
+        self._own_rows = shard_rows // comm.size
+        self._first = comm.rank * self._own_rows
+        self._comm = comm
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """See `EmbeddingTable.gather`."""
+        if self._comm.size == 1:
+            return self._rows.take(rows.reshape(-1)).view(*rows.shape, -1)
+        within = rows % self._shard_rows - self._first
+        shard = (rows - rows % self._shard_rows) // self._comm.size
+        other = (within < 0) | (within >= self._own_rows)
+        local = (shard + within.clamp(0, self._own_rows - 1)).view(-1)
+        taken = self._rows.take(local).view(*rows.shape, -1)
+        # One rank brings each row and the others zeros: their sum is that row exactly.
+        return self._comm.all_reduce(taken.masked_fill_(other.unsqueeze(-1), 0.0))
 
 
 class ColumnTable:

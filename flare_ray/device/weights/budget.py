@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK
@@ -15,7 +16,34 @@ from flare_ray.recipes.declaration import Family, TensorSpec
 
 SCALE_BYTES = 4
 """A float32 scale: of an FP8 block, or of a whole NVFP4 matrix."""
-INT64_BYTES = 8
+FLOAT32_BYTES, INT64_BYTES = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class HeldForm:
+    """How a rank holds a tensor.
+
+    Attributes:
+        format: packed, or plain.
+        element_bytes: of one element where plain; 0 = the engine's type.
+        block: rows and columns of an FP8 block.
+        scale_bytes: of one FP8 block's scale.
+        off_device: it lies in host memory or in its file, not where programs compute.
+    """
+
+    format: WeightFormat = WeightFormat.PLAIN
+    element_bytes: int = 0
+    block: tuple[int, int] = DEFAULT_BLOCK
+    scale_bytes: int = SCALE_BYTES
+    off_device: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBytes:
+    """Bytes of one rank's tensors where programs compute, and elsewhere."""
+
+    device: int
+    elsewhere: int
 
 
 def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
@@ -82,33 +110,63 @@ def format_bytes(
     return count // 2 + count // GROUP + SCALE_BYTES
 
 
+def held_bytes(
+    specs: Iterable[TensorSpec],
+    *,
+    world_size: int,
+    element_bytes: int,
+    families: Iterable[Family] = BOTH_FAMILIES,
+    form_of: Callable[[TensorSpec], HeldForm] | None = None,
+) -> HeldBytes:
+    """Weight bytes of one rank: required tensors, divided where their specs say so.
+
+    Args:
+        specs: a recipe's manifest.
+        world_size: TP degree.
+        element_bytes: of the engine's type.
+        families: families that are loaded.
+        form_of: how a tensor is *held*; None = all plain, which is what a loader that dequantises
+            keeps whatever the checkpoint stores.
+    Raises:
+        ConfigError: a tensor that `world_size` ranks cannot share.
+    """
+    wanted = frozenset(families)
+    totals = {False: 0, True: 0}
+    for spec in specs:
+        if spec.family not in wanted or not spec.required:
+            continue
+        form = HeldForm() if form_of is None else form_of(spec)
+        totals[form.off_device] += format_bytes(
+            rank_shape(spec, world_size),
+            form.format,
+            element_bytes=form.element_bytes or _element_bytes(spec, element_bytes),
+            block=form.block,
+            scale_bytes=form.scale_bytes,
+        )
+    return HeldBytes(totals[False], totals[True])
+
+
+def _element_bytes(spec: TensorSpec, element_bytes: int) -> int:
+    """Of a plain tensor in the type in which it is held."""
+    if spec.integer:
+        return INT64_BYTES
+    return max(element_bytes, FLOAT32_BYTES) if spec.wide else element_bytes
+
+
 def rank_weight_bytes(
     specs: Iterable[TensorSpec],
     *,
     world_size: int,
     element_bytes: int,
     families: Iterable[Family] = BOTH_FAMILIES,
-    format_of: Callable[[TensorSpec], WeightFormat] | None = None,
+    form_of: Callable[[TensorSpec], HeldForm] | None = None,
 ) -> int:
-    """Weight bytes of one rank: required tensors, divided where their specs say so.
-
-    Args:
-        specs: a recipe's manifest.
-        world_size: TP degree.
-        element_bytes: of the type in which plain tensors are kept.
-        families: families that are loaded.
-        format_of: format in which a tensor is *kept*; None = all plain, which is what a loader
-            that dequantises keeps whatever the checkpoint stores.
-    Raises:
-        ConfigError: a tensor that `world_size` ranks cannot share.
-    """
-    wanted = frozenset(families)
-    total = 0
-    for spec in specs:
-        if spec.family not in wanted or not spec.required:
-            continue
-        shape = rank_shape(spec, world_size)
-        format = WeightFormat.PLAIN if format_of is None else format_of(spec)
-        stored = INT64_BYTES if spec.integer else element_bytes
-        total += format_bytes(shape, format, element_bytes=stored)
-    return total
+    """As `held_bytes`, wherever they lie."""
+    held = held_bytes(
+        specs,
+        world_size=world_size,
+        element_bytes=element_bytes,
+        families=families,
+        form_of=form_of,
+    )
+    return held.device + held.elsewhere

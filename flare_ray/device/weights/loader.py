@@ -23,6 +23,7 @@ from flare_ray.device.weights.formats.mxfp4 import GROUP as MX_GROUP
 from flare_ray.device.weights.formats.mxfp4 import Mxfp4Parts
 from flare_ray.device.weights.formats.nvfp4 import GROUP, Nvfp4Parts
 from flare_ray.device.weights.index import CheckpointIndex, StoredTensor
+from flare_ray.device.weights.kept import Keeping
 from flare_ray.device.weights.manifest import BOTH_FAMILIES, validate_listed
 from flare_ray.device.weights.stored import StoredWeight
 from flare_ray.errors import CheckpointError, ConfigError, ContractViolation
@@ -51,6 +52,7 @@ class RankWeights:
         device: where tensors are put.
         dtype: type of tensors that are asked for without one.
         families: families whose tensors may be asked for; those of the others are left alone.
+        keeping: what builders keep packed or off the device; None = what the device's default is.
     Raises:
         CheckpointError: a listed tensor of `families` is missing, misshapen, mistyped or wrongly
             declared. Nothing has been allocated by then. Unlisted tensors are `validate`'s matter.
@@ -64,9 +66,11 @@ class RankWeights:
         device: str | torch.device,
         dtype: torch.dtype,
         families: Iterable[Family] = BOTH_FAMILIES,
+        keeping: Keeping | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.dtype = dtype
+        self.keeping = Keeping(self.device.type) if keeping is None else keeping
         self._families = frozenset(families)
         self._specs = {spec.name: spec for spec in specs}
         self._weights = validate_listed(index, specs, families=self._families).weights
@@ -119,15 +123,15 @@ class RankWeights:
         weight, _ranges = self._ask(name, None)
         return weight.format is not WeightFormat.PLAIN
 
-    def format(self, name: str) -> WeightFormat:
-        """How a stored tensor is stored; no use of it.
+    def stored(self, name: str) -> StoredWeight:
+        """How a tensor is stored; no use of it.
 
         Raises:
             ContractViolation: it is not listed, its family is not loaded, or it is not stored.
         """
         if not self.has(name):
             raise ContractViolation(f"{name} is tolerated, not stored; ask has() first")
-        return self._weights[name].format
+        return self._weights[name]
 
     def has(self, name: str) -> bool:
         """Whether a listed tensor is stored (tolerated ones may be absent).
@@ -192,6 +196,29 @@ class RankWeights:
         weight, ranges = self._ask(name, split)
         return self._parts(weight, ranges, own=True)
 
+    def mapped_rows(self, name: str, *, split: Split | None = None) -> tuple[Tensor, Tensor | None]:
+        """Rows of a table as stored, and the exponents of their scales: views of the file's mapped
+        pages, which are read when rows are.
+
+        Returns:
+            [N, D] plain or float8_e4m3fn, and [N, groups] uint8 biased exponents, None where plain.
+        Raises:
+            CheckpointError: it is quantised otherwise than in FP8 with scales within one row.
+            ContractViolation: as `tensor`.
+        """
+        weight, ranges = self._ask(name, split)
+        rows, columns = ranges
+        values = self._read(weight.parts["weight"], ranges)
+        if weight.format is WeightFormat.PLAIN:
+            return values, None
+        if weight.block[0] != 1 or weight.scale_bytes != 1:
+            raise CheckpointError(
+                f"{name} is stored as {weight.format} with scales over several rows; expected FP8 "
+                "with exponents per 32 channels of one row"
+            )
+        scale = self._read(weight.parts["scale"], (rows, _shrunk(columns, weight.block[1])))
+        return values, scale.view(torch.uint8)
+
     def assert_all_used(self, family: Family) -> None:
         """Check that the builder asked for everything its family requires.
 
@@ -250,7 +277,8 @@ class RankWeights:
             _refuse_cut_groups(weight, columns, MX_GROUP)
             packed = self._read(parts["weight"], (rows, _shrunk(columns, 2))).view(torch.uint8)
             scale = self._read(parts["scale"], (rows, _shrunk(columns, MX_GROUP)))
-            return Mxfp4Parts(self._place(packed, own), self._place(scale.to(torch.float32), own))
+            exponents = scale.view(torch.uint8)
+            return Mxfp4Parts(self._place(packed, own), self._place(exponents, own))
         _refuse_cut_groups(weight, columns, GROUP)
         divides = weight.format is WeightFormat.NVFP4_COMPRESSED
         activation = parts.get("input_scale") if own else None

@@ -15,21 +15,14 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.layers.feed_forward import FeedForward, MixtureOfExperts, Router
-from flare_ray.device.layers.tables import (
-    ColumnTable,
-    EmbeddingTable,
-    Fp8Rows,
-    PlainRows,
-    TableRows,
-)
+from flare_ray.device.layers.tables import ColumnTable, EmbeddingTable
 from flare_ray.device.ops.engram.api import NgramRows
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape, mix_out
 from flare_ray.device.ops.key_rounding.api import round_fp4, round_fp4_e4m3, round_fp8
 from flare_ray.device.ops.linear.api import Linear, Parts
-from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights, SharedExperts
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.weights.budget import shard_bounds
-from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
 from flare_ray.errors import CheckpointError, ConfigError
 from flare_ray.recipes.declaration import Communicator
 from flare_ray.recipes.deepseek_v41.attention import (
@@ -44,9 +37,12 @@ from flare_ray.recipes.deepseek_v41.engram import Engram, EngramLayer
 from flare_ray.recipes.deepseek_v41.geometry import QUANTISED_GROUP, Geometry, Mode, MoeShape
 from flare_ray.recipes.deepseek_v41.weights import HEAD, layer_prefix, tables
 from flare_ray.recipes.fields import check_shared
+from flare_ray.recipes.packed import StoredExperts, packed_experts, packed_stack
 from flare_ray.recipes.reading import RankReader
+from flare_ray.recipes.tables import table_rows
 
-_PARTS = ("w1", "w2", "w3")
+_PARTS = ("w1", "w3", "w2")
+"""Gate, up and down."""
 
 
 class Reader(RankReader[Geometry]):
@@ -262,17 +258,6 @@ def _selector(reader: Reader, prefix: str, layer: int) -> Selector:
 
 def _mixture(reader: Reader, prefix: str, moe: MoeShape) -> MixtureOfExperts:
     geometry, weights = reader.geometry, reader.weights
-    width, hidden = moe.width // reader.comm.size, geometry.hidden
-    names = [f"{prefix}experts.{expert}." for expert in range(moe.experts)]
-    names.append(f"{prefix}shared_experts.")
-    gate_up = torch.empty(
-        (len(names), 2 * width, hidden), dtype=weights.dtype, device=weights.device
-    )
-    down = torch.empty((len(names), width, hidden), dtype=weights.dtype, device=weights.device)
-    for place, name in enumerate(names):
-        gate_up[place, :width] = reader.rows(f"{name}w1.weight")
-        gate_up[place, width:] = reader.rows(f"{name}w3.weight")
-        down[place] = reader.columns(f"{name}w2.weight").t()
     router = Router(
         weight=reader.whole(f"{prefix}gate.weight", dtype=torch.float32),
         bias=reader.whole(f"{prefix}gate.bias", dtype=torch.float32),
@@ -280,20 +265,49 @@ def _mixture(reader: Reader, prefix: str, moe: MoeShape) -> MixtureOfExperts:
         scale=moe.scale,
         scoring="sqrt_softplus",
     )
-    kinds = {weights.is_quantised(f"{name}{part}.weight") for name in names for part in _PARTS}
+    names = [f"{prefix}experts.{expert}" for expert in range(moe.experts)]
+    shared = f"{prefix}shared_experts"
+    kinds = {
+        weights.is_quantised(f"{name}.{part}.weight")
+        for name in (*names, shared)
+        for part in _PARTS
+    }
     if len(kinds) > 1:
         raise CheckpointError(
             f"{prefix}experts and shared_experts are stored quantised in part; use a checkpoint "
             "that stores all of a layer's experts alike"
         )
+    rounded = round_fp8 if True in kinds else None
+    width, limit = moe.width // reader.comm.size, geometry.swiglu_limit
+    stack = packed_stack(reader, StoredExperts(names, width, geometry.hidden, _PARTS))
+    if stack is not None:
+        plain = SharedExperts(_expert_weights(reader, [shared], width))
+        packed = packed_experts(
+            reader, stack, plain, top_k=moe.top_k, limit=limit, rounding=rounded
+        )
+        return MixtureOfExperts(router, packed)
     experts = Experts(
-        ExpertWeights(gate_up, down),
+        _expert_weights(reader, [*names, shared], width),
         shared=1,
         top_k=moe.top_k,
-        limit=geometry.swiglu_limit,
-        rounding=round_fp8 if True in kinds else None,
+        limit=limit,
+        rounding=rounded,
     )
     return MixtureOfExperts(router, experts)
+
+
+def _expert_weights(reader: Reader, names: list[str], width: int) -> ExpertWeights:
+    """The named experts' matrices, plain."""
+    hidden, weights = reader.geometry.hidden, reader.weights
+    dtype, device = weights.dtype, weights.device
+    gate_up = torch.empty((len(names), 2 * width, hidden), dtype=dtype, device=device)
+    down = torch.empty((len(names), width, hidden), dtype=dtype, device=device)
+    gate, up, last = _PARTS
+    for place, name in enumerate(names):
+        gate_up[place, :width] = reader.rows(f"{name}.{gate}.weight")
+        gate_up[place, width:] = reader.rows(f"{name}.{up}.weight")
+        down[place] = reader.columns(f"{name}.{last}.weight").t()
+    return ExpertWeights(gate_up, down)
 
 
 def engram(reader: Reader) -> Engram | None:
@@ -326,22 +340,6 @@ def engram_layer(reader: Reader, layer: int) -> EngramLayer:
 
 def _table(reader: Reader, name: str) -> EmbeddingTable:
     comm = reader.comm
-    rows = _table_rows(reader, name)
     first, _stop = shard_bounds(reader.weights.spec(name), comm.size)[comm.rank]
     columns = reader.geometry.engram.columns
-    return ColumnTable(rows, first_row=first, columns=columns, comm=comm)
-
-
-def _table_rows(reader: Reader, name: str) -> TableRows:
-    """This rank's columns, packed where they are stored so: dequantised they would be four times
-    as large."""
-    parts = reader.packed_rows(name)
-    if parts is None:
-        return PlainRows(reader.rows(name))
-    if not isinstance(parts, Fp8BlockParts) or parts.block[0] != 1:
-        raise CheckpointError(
-            f"{name} is stored with scales over several rows; expected FP8 with exponents per 32 "
-            "channels of one row"
-        )
-    exponents = (parts.scale_inv.view(torch.int32) >> 23).to(torch.uint8)
-    return Fp8Rows(parts.weight, exponents, reader.weights.dtype)
+    return ColumnTable(table_rows(reader, [name]), first_row=first, columns=columns, comm=comm)

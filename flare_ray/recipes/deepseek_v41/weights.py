@@ -58,7 +58,7 @@ def _target(geometry: Geometry) -> Iterator[TensorSpec]:
         if layer in geometry.engram.layers:
             yield from _engram(geometry, geometry.engram.layers.index(layer), f"{prefix}engram.")
     yield TensorSpec(FINAL_NORM, (geometry.hidden,), "target")
-    yield TensorSpec(HEAD, vocabulary, "target", shard_dim=ROWS)
+    yield TensorSpec(HEAD, vocabulary, "target", shard_dim=ROWS, wide=True)
 
 
 def _drafter(geometry: Geometry) -> Iterator[TensorSpec]:
@@ -74,7 +74,7 @@ def _drafter(geometry: Geometry) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{last}norm.weight", (hidden,), "drafter")
     transition = (geometry.vocab_size, dspark.markov_rank)
     yield _matrix(f"{last}markov_head.embed", transition, "drafter")
-    yield _matrix(f"{last}markov_head.head", transition, "drafter", shard_dim=ROWS)
+    yield _matrix(f"{last}markov_head.head", transition, "drafter", shard_dim=ROWS, wide=True)
     confidence = (1, hidden + dspark.markov_rank)
     yield _matrix(f"{last}confidence_head.proj", confidence, "drafter")
 
@@ -86,8 +86,11 @@ def _matrix(
     *,
     shard_dim: int | None = None,
     packed: bool = False,
+    wide: bool = False,
 ) -> TensorSpec:
-    return TensorSpec(f"{name}.weight", shape, family, quantisable=packed, shard_dim=shard_dim)
+    return TensorSpec(
+        f"{name}.weight", shape, family, quantisable=packed, shard_dim=shard_dim, wide=wide
+    )
 
 
 def _block(geometry: Geometry, prefix: str, moe: MoeShape, family: Family) -> Iterator[TensorSpec]:
@@ -98,9 +101,9 @@ def _block(geometry: Geometry, prefix: str, moe: MoeShape, family: Family) -> It
     rows = (2 + streams) * streams
     for site in ("attn", "ffn"):
         name = f"{prefix}hc_{site}"
-        yield TensorSpec(f"{name}_fn", (rows, streams * geometry.hidden), family)
-        yield TensorSpec(f"{name}_base", (rows,), family)
-        yield TensorSpec(f"{name}_scale", (3,), family)
+        yield TensorSpec(f"{name}_fn", (rows, streams * geometry.hidden), family, wide=True)
+        yield TensorSpec(f"{name}_base", (rows,), family, wide=True)
+        yield TensorSpec(f"{name}_scale", (3,), family, wide=True)
     yield from _attention(geometry, f"{prefix}attn.", family)
     yield from _experts(geometry, f"{prefix}ffn.", moe, family)
 
@@ -125,10 +128,11 @@ def _selection(geometry: Geometry, layer: int, prefix: str) -> Iterator[TensorSp
     mode, shape, index = geometry.mode(layer), geometry.attention, geometry.index
     if mode is Mode.FULL:
         latent = (shape.head_dim, geometry.hidden)
-        yield _matrix(f"{prefix}compressor.wkv", latent, "target")
+        wide = geometry.ratios[layer] > 1
+        yield _matrix(f"{prefix}compressor.wkv", latent, "target", wide=wide)
         yield TensorSpec(f"{prefix}compressor.norm.weight", (shape.head_dim,), "target")
-        if geometry.ratios[layer] > 1:
-            yield _matrix(f"{prefix}compressor.wgate", latent, "target")
+        if wide:
+            yield _matrix(f"{prefix}compressor.wgate", latent, "target", wide=True)
         yield _matrix(f"{prefix}indexer.wk", (index.head_dim, shape.head_dim), "target")
         yield TensorSpec(f"{prefix}indexer.k_norm.weight", (index.head_dim,), "target")
     if mode in (Mode.FULL, Mode.REINDEX):
@@ -148,19 +152,20 @@ def _engram(geometry: Geometry, place: int, prefix: str) -> Iterator[TensorSpec]
         shard_dim=ROWS,
         # rows behind the last bucket, if any, are never read
         shard_sizes=(*buckets[:-1], engram.rows[place] - sum(buckets[:-1])),
+        table=True,
     )
     joint = (hidden * (streams + 1), engram.columns * engram.head_dim)
     yield _matrix(f"{prefix}wkv", joint, "target", packed=True)
     for side in "qk":
-        yield TensorSpec(f"{prefix}{side}_weight", (streams, hidden), "target")
+        yield TensorSpec(f"{prefix}{side}_weight", (streams, hidden), "target", wide=True)
 
 
 def _experts(
     geometry: Geometry, prefix: str, moe: MoeShape, family: Family
 ) -> Iterator[TensorSpec]:
     hidden = geometry.hidden
-    yield _matrix(f"{prefix}gate", (moe.experts, hidden), family)
-    yield TensorSpec(f"{prefix}gate.bias", (moe.experts,), family)
+    yield _matrix(f"{prefix}gate", (moe.experts, hidden), family, wide=True)
+    yield TensorSpec(f"{prefix}gate.bias", (moe.experts,), family, wide=True)
     yield TensorSpec(f"{prefix}gate.bias_vl", (moe.experts,), family, required=False)
     names = [f"experts.{expert}" for expert in range(moe.experts)]
     for name in (*names, "shared_experts"):

@@ -22,13 +22,13 @@ from flare_ray.device.layers.rows import IndexLayout
 from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape
 from flare_ray.device.ops.kda.api import DeltaRule
 from flare_ray.device.ops.linear.api import Linear
-from flare_ray.device.ops.moe.api import Experts, ExpertWeights, PackedExperts
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights, SharedExperts
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.recipes.fields import check_shared
 from flare_ray.recipes.glm5_next.geometry import Geometry
 from flare_ray.recipes.glm5_next.state import ring_entries
 from flare_ray.recipes.glm5_next.weights import HEAD
-from flare_ray.recipes.packed import packed_stack
+from flare_ray.recipes.packed import StoredExperts, packed_experts, packed_stack
 from flare_ray.recipes.reading import RankReader
 
 
@@ -162,10 +162,11 @@ def _mixture(reader: Reader, prefix: str) -> MixtureOfExperts:
     names = [f"{prefix}.experts.{expert}" for expert in range(moe.experts)]
     width = moe.width // reader.comm.size
     limit = geometry.swiglu_limit
-    stack = packed_stack(reader, names, width=width, hidden=geometry.hidden)
+    stack = packed_stack(reader, StoredExperts(names, width, geometry.hidden))
     if stack is not None:
-        shared = _expert_weights(reader, [], prefix) if moe.shared else None
-        return MixtureOfExperts(router, PackedExperts(stack, shared, top_k=moe.top_k, limit=limit))
+        shared = SharedExperts(_expert_weights(reader, [], prefix)) if moe.shared else None
+        packed = packed_experts(reader, stack, shared, top_k=moe.top_k, limit=limit)
+        return MixtureOfExperts(router, packed)
     weights = _expert_weights(reader, names, prefix)
     experts = Experts(weights, shared=moe.shared, top_k=moe.top_k, limit=limit)
     return MixtureOfExperts(router, experts)

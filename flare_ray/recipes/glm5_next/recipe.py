@@ -39,7 +39,6 @@ RECIPE = Recipe(
     target=f"{_PACKAGE}.target:build_target",
     drafter=f"{_PACKAGE}.drafter:build_drafter",
     tolerated_prefixes=("model.visual.",),
-    packs_experts=True,
     notes={
         "position_zero": "The drafter's embedding at position 0 is zero.",
         "draft_selection": "Each draft step selects afresh; index_share_for_mtp_iteration is not "

@@ -82,9 +82,9 @@ def _hyper(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
     rows = (2 + streams) * streams
     for site in ("attn", "ffn"):
         name = f"{prefix}hc_{site}"
-        yield TensorSpec(f"{name}_fn", (rows, streams * geometry.hidden), "target")
-        yield TensorSpec(f"{name}_base", (rows,), "target")
-        yield TensorSpec(f"{name}_scale", (3,), "target")
+        yield TensorSpec(f"{name}_fn", (rows, streams * geometry.hidden), "target", wide=True)
+        yield TensorSpec(f"{name}_base", (rows,), "target", wide=True)
+        yield TensorSpec(f"{name}_scale", (3,), "target", wide=True)
 
 
 def _kda(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
@@ -140,8 +140,8 @@ def _mla(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec
 
 def _experts(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec]:
     moe, hidden = geometry.moe, geometry.hidden
-    yield TensorSpec(f"{prefix}gate.weight", (moe.experts, hidden), family)
-    yield TensorSpec(f"{prefix}gate.e_score_correction_bias", (moe.experts,), family)
+    yield TensorSpec(f"{prefix}gate.weight", (moe.experts, hidden), family, wide=True)
+    yield TensorSpec(f"{prefix}gate.e_score_correction_bias", (moe.experts,), family, wide=True)
     for expert in range(moe.experts):
         yield from _feed_forward(f"{prefix}experts.{expert}.", hidden, moe.width, family)
     if moe.shared:

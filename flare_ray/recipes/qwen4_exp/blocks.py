@@ -22,12 +22,13 @@ from flare_ray.device.layers.sparse_attention import (
 )
 from flare_ray.device.ops.gated_delta.api import GatedDeltaRule, HeadShape
 from flare_ray.device.ops.linear.api import Linear
-from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.moe.api import Experts, ExpertWeights, PackedExperts, SharedExperts
 from flare_ray.device.ops.rmsnorm.centred import CentredRmsNorm
 from flare_ray.device.ops.rotary.api import Rotary
 from flare_ray.device.ops.stream_mixer.api import StreamMixer
 from flare_ray.device.weights.loader import Split
 from flare_ray.recipes.declaration import ROWS
+from flare_ray.recipes.packed import StoredExperts, packed_experts, packed_stack
 from flare_ray.recipes.qwen4_exp.geometry import Geometry
 from flare_ray.recipes.qwen4_exp.state import kv_parts, ring_entries
 from flare_ray.recipes.qwen4_exp.weights import FUSED_DOWN, FUSED_GATE_UP, HEAD
@@ -159,23 +160,37 @@ def mixture(reader: Reader, prefix: str) -> GatedMixture:
     geometry, moe = reader.geometry, reader.geometry.moe
     width, hidden = moe.width // reader.comm.size, geometry.hidden
     parts = moe.shared_width // moe.width
-    total, weights = moe.experts + parts, reader.weights
+    router = [reader.whole(f"{prefix}.{name}.weight") for name in ("gate", "shared_expert_gate")]
+    names = [f"{prefix}.experts.{expert}" for expert in range(moe.experts)]
+    stack = packed_stack(reader, StoredExperts(names, width, hidden))
+    experts: Experts | PackedExperts
+    if stack is None:
+        weights = _expert_weights(reader, prefix, moe.experts)
+        experts = Experts(weights, shared=0, top_k=moe.top_k + parts, limit=NO_LIMIT)
+    else:
+        shared = SharedExperts(_expert_weights(reader, prefix, 0), weighted=True)
+        experts = packed_experts(reader, stack, shared, top_k=moe.top_k, limit=NO_LIMIT)
+    return GatedMixture(torch.cat(router).to(torch.float32), experts, top_k=moe.top_k, parts=parts)
+
+
+def _expert_weights(reader: Reader, prefix: str, routed: int) -> ExpertWeights:
+    """All routed experts, or none, and behind them the shared one in parts of their width."""
+    moe, hidden, weights = reader.geometry.moe, reader.geometry.hidden, reader.weights
+    width, parts = moe.width // reader.comm.size, moe.shared_width // moe.width
+    total = routed + parts
     gate_up = torch.empty((total, 2 * width, hidden), dtype=weights.dtype, device=weights.device)
     down = torch.empty((total, width, hidden), dtype=weights.dtype, device=weights.device)
-    _read_gate_up(reader, f"{prefix}.experts", gate_up[: moe.experts], width)
-    _read_down(reader, f"{prefix}.experts", down[: moe.experts])
+    if routed:
+        _read_gate_up(reader, f"{prefix}.experts", gate_up[:routed], width)
+        _read_down(reader, f"{prefix}.experts", down[:routed])
     # One shared feed-forward of several experts' width is that many experts of equal weight.
     shared = f"{prefix}.shared_expert"
     for first, part in ((0, "gate"), (width, "up")):
         rows = reader.rows(f"{shared}.{part}_proj.weight").view(parts, width, hidden)
-        gate_up[moe.experts :, first : first + width] = rows
+        gate_up[routed:, first : first + width] = rows
     columns = reader.columns(f"{shared}.down_proj.weight").t()
-    down[moe.experts :] = columns.reshape(parts, width, hidden)
-    router = [reader.whole(f"{prefix}.{name}.weight") for name in ("gate", "shared_expert_gate")]
-    experts = Experts(
-        ExpertWeights(gate_up, down), shared=0, top_k=moe.top_k + parts, limit=NO_LIMIT
-    )
-    return GatedMixture(torch.cat(router).to(torch.float32), experts, top_k=moe.top_k, parts=parts)
+    down[routed:] = columns.reshape(parts, width, hidden)
+    return ExpertWeights(gate_up, down)
 
 
 def _read_gate_up(reader: Reader, prefix: str, gate_up: Tensor, width: int) -> None:

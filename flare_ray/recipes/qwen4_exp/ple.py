@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.layers.rows import RecurrentRows, join_window
-from flare_ray.device.layers.tables import DeviceTable, EmbeddingTable
+from flare_ray.device.layers.tables import EmbeddingTable, ShardedTable
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.ngram_hash.api import NgramHash
 from flare_ray.device.ops.short_conv.api import short_conv
 from flare_ray.errors import CheckpointError
 from flare_ray.recipes.qwen4_exp.blocks import Reader
 from flare_ray.recipes.qwen4_exp.weights import hash_prefix
+from flare_ray.recipes.tables import table_rows
 
 MIN_GATE = 1e-6
 
@@ -112,13 +113,8 @@ def _checked_hash(reader: Reader, layer: int) -> NgramHash:
     return NgramHash(*made, reset=ngram.reset_id)
 
 
-def _table(reader: Reader, layer: int) -> DeviceTable:
-    ngram, comm = reader.geometry.ngram, reader.comm
+def _table(reader: Reader, layer: int) -> ShardedTable:
+    ngram, prefix = reader.geometry.ngram, hash_prefix(reader.geometry, layer)
+    names = [f"{prefix}ngram_embedding.shard_{n}.weight" for n in range(ngram.shards)]
     shard_rows = ngram.padded_rows[layer] // ngram.shards
-    own, dim = shard_rows // comm.size, ngram.embed // ngram.all_heads
-    weights = reader.weights
-    part = torch.empty((ngram.shards * own, dim), dtype=weights.dtype, device=weights.device)
-    for number in range(ngram.shards):
-        name = f"{hash_prefix(reader.geometry, layer)}ngram_embedding.shard_{number}.weight"
-        part[number * own : (number + 1) * own] = reader.rows(name)
-    return DeviceTable(part, shard_rows=shard_rows, comm=comm)
+    return ShardedTable(table_rows(reader, names), shard_rows=shard_rows, comm=reader.comm)

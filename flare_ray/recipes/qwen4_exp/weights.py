@@ -138,7 +138,7 @@ def _attention(geometry: Geometry, prefix: str, family: Family) -> Iterator[Tens
 def _experts(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec]:
     moe, hidden = geometry.moe, geometry.hidden
     experts = f"{prefix}experts."
-    yield TensorSpec(f"{prefix}gate.weight", (moe.experts, hidden), family)
+    yield TensorSpec(f"{prefix}gate.weight", (moe.experts, hidden), family, wide=True)
     gate_up, down = f"{experts}gate_up_proj", f"{experts}down_proj"
     for name, shape, dim in (
         (gate_up, (moe.experts, 2 * moe.width, hidden), FUSED_GATE_UP),
@@ -184,4 +184,4 @@ def _ngram(geometry: Geometry, layer: int) -> Iterator[TensorSpec]:
     shard = (ngram.padded_rows[layer] // ngram.shards, ngram.embed // ngram.all_heads)
     for number in range(ngram.shards):
         name = f"{hashing}ngram_embedding.shard_{number}.weight"
-        yield TensorSpec(name, shard, "target", shard_dim=ROWS)
+        yield TensorSpec(name, shard, "target", shard_dim=ROWS, table=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flare_ray.device.weights.kept import Keeping
 from tests.recipes.parity.test_target import LOGITS_ATOL, largest_error
 from tests.support.no_sync import HostWait, NoHostWait
 from tests.support.recipe_driver import RecipeDriver
@@ -96,7 +97,8 @@ def test_captured_round_equals_the_cpu_and_follows_new_inputs(tiny_folder, name)
     tokens = torch.randint(3, 180, (100,), generator=torch.Generator().manual_seed(4)).tolist()
     starts, lanes, wanted = (40, 77), {}, []
     drivers = {
-        device: RecipeDriver(tiny_folder(name), slots=2, device=device) for device in DEVICES
+        device: RecipeDriver(tiny_folder(name), slots=2, keeping=Keeping(device))
+        for device in DEVICES
     }
     for device, driver in drivers.items():
         lanes[device] = [driver.open(0, [3, 9, 4]), driver.open(1, [7, 1, 8])]

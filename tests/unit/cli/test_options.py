@@ -59,6 +59,8 @@ def test_every_row_of_the_table_is_an_option():
         ("threads", 3),
         ("kv_dtype", "bfloat16"),
         ("quantised_activations", "never"),
+        ("expert_weights", "packed"),
+        ("tables", "host"),
         ("eager", True),
         ("core", "kept"),
         ("debug_checks", True),

@@ -6,6 +6,7 @@ import math
 import struct
 from pathlib import Path
 
+from flare_ray.device.weights.budget import HeldForm
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.index import DTYPE_BITS
 from flare_ray.recipes.declaration import TensorSpec
@@ -89,7 +90,7 @@ def is_routed_expert(spec: TensorSpec) -> bool:
 
 def experts_as(format: WeightFormat):
     """Routed experts in a format, everything else plain."""
-    return lambda spec: format if is_routed_expert(spec) else WeightFormat.PLAIN
+    return lambda spec: HeldForm(format if is_routed_expert(spec) else WeightFormat.PLAIN)
 
 
 def is_fp8(spec: TensorSpec) -> bool:

@@ -8,8 +8,8 @@ Four static forms; which one runs follows from sizes the host knows, never from 
     all       many rows: two products over all routed experts, the shared ones apart
     chosen    few rows: the chosen experts' weights are gathered, the shared ones apart
 
-On CUDA experts without a rounding run grouped kernels (`triton`), and those that are stored in
-NVFP4 or block FP8 may stay packed (`PackedExperts`).
+On CUDA experts without a rounding run grouped kernels (`triton`). Routed experts that are stored
+packed may stay so (`PackedExperts`): in NVFP4 and MXFP4 everywhere, in block FP8 on CUDA.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.moe import reference
-from flare_ray.device.ops.moe.packed import Nvfp4Stack, Stack
+from flare_ray.device.ops.moe.packed import Fp8Stack, Stack
 from flare_ray.device.ops.moe.reference import Rounding, Routing
+from flare_ray.device.ops.moe.unpack.api import UnpackedExperts, UnpackScratch
 from flare_ray.device.ops.swiglu.api import clamped_swiglu
 
 FUSED_EXPERTS_PER_CHOICE = 4
@@ -47,6 +48,19 @@ class ExpertWeights:
     down: Tensor
 
 
+@dataclass(slots=True)
+class SharedExperts:
+    """Plain experts that every row takes beside packed ones.
+
+    Attributes:
+        weighted: they are weighed: they follow the routed ones in a row's list, whose weights
+            beyond the routed ones' are theirs. False = each counts once.
+    """
+
+    weights: ExpertWeights
+    weighted: bool = False
+
+
 def _compiles(weight: Tensor) -> bool:
     """Whether such experts have a compiled form."""
     return weight.device.type == "cpu" and weight.dtype == torch.float32
@@ -60,8 +74,8 @@ class Experts:
         shared: shared experts at the end of `weights`.
         top_k: routed experts per row.
         limit: bound of the activation's inputs.
-        rounding: of rows and activations before their products; None = they stay as they are. The
-            compiled form has none.
+        rounding: of rows and of weighted activations before their products; None = they stay as
+            they are.
     """
 
     def __init__(
@@ -81,7 +95,7 @@ class Experts:
         self._held: Any = None
         self._grouped: Any = None
         self._rounding = rounding
-        if rounding is None and _compiles(weights.down):
+        if _compiles(weights.down):
             from flare_ray.device.ops.moe import numba
 
             self._compiled = numba.chosen_experts
@@ -123,7 +137,12 @@ class Experts:
             x = self._rounding(x)
         if self._held is not None:
             return self._compiled(
-                x, self._held, experts, weights, shared=self._shared, limit=self._limit
+                x,
+                self._held,
+                Routing(experts, weights),
+                shared=self._shared,
+                limit=self._limit,
+                rounding=self._rounding,
             )
         if self._grouped is not None:
             return _sliced(self._grouped, x, experts, weights)
@@ -154,39 +173,75 @@ class Experts:
 
 
 class PackedExperts:
-    """Routed experts on CUDA whose weights stay as stored, beside plain shared ones.
+    """Routed experts whose weights stay as stored, beside plain shared ones.
+
+    On CUDA kernels unpack what they multiply. On CPU the chosen experts are unpacked for the call,
+    and the sum is that of `Experts` bit by bit: a form for memory and for tests, not for speed.
 
     Args:
         stack: the routed experts.
         shared: shared experts, None = there are none.
         top_k: routed experts per row.
         limit: bound of the activation's inputs.
+        rounding: as `Experts`.
+        scratch: of this rank on CPU; None = of this layer alone.
     """
 
     def __init__(
-        self, stack: Stack, shared: ExpertWeights | None, *, top_k: int, limit: float
+        self,
+        stack: Stack,
+        shared: SharedExperts | None,
+        *,
+        top_k: int,
+        limit: float,
+        rounding: Rounding | None = None,
+        scratch: UnpackScratch | None = None,
     ) -> None:
+        weighted = shared is not None and shared.weighted
+        plain = None if shared is None else shared.weights
+        self._columns = top_k + plain.down.shape[0] if plain and weighted else top_k
         self._top_k = top_k
-        self._shared = None if shared is None else _Packed(shared, limit, None)
+        self._rounding = rounding
+        self._unpacked: Any = None
+        self._shared = None
+        if stack.down.device.type == "cpu":
+            assert not isinstance(stack, Fp8Stack)  # kept_format dequantises it on CPU
+            self._unpacked = UnpackedExperts(
+                stack,
+                None if plain is None else (plain.gate_up, plain.down),
+                weighted=weighted,
+                limit=limit,
+                rounding=rounding,
+                scratch=UnpackScratch() if scratch is None else scratch,
+            )
+            return
+        self._shared = None if plain is None else _Packed(plain, limit, rounding)
         self._routed: Any
-        if isinstance(stack, Nvfp4Stack):
-            from flare_ray.device.ops.moe.nvfp4 import triton as nvfp4
-
-            self._routed = nvfp4.Nvfp4Experts(stack, limit=limit)
-        else:
+        if isinstance(stack, Fp8Stack):
             from flare_ray.device.ops.moe.fp8 import triton as fp8
 
-            self._routed = fp8.Fp8Experts(stack, limit=limit)
+            self._routed = fp8.Fp8Experts(stack, limit=limit, rounding=rounding)
+        else:
+            from flare_ray.device.ops.moe.fp4 import triton as fp4
+
+            self._routed = fp4.Fp4Experts(stack, limit=limit, rounding=rounding)
 
     def __call__(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """See `Experts.__call__`."""
-        expect_shape("experts", experts, x.shape[0], self._top_k)
-        expect_shape("weights", weights, x.shape[0], self._top_k)
+        expect_shape("experts", experts, x.shape[0], self._columns)
+        expect_shape("weights", weights, x.shape[0], self._columns)
+        if self._rounding is not None:
+            x = self._rounding(x)
+        if self._unpacked is not None:
+            return self._unpacked(x, experts, weights)
         return _sliced(self._run, x, experts, weights)
 
     def _run(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        extra = None if self._shared is None else self._shared(x, None)
-        return self._routed(x, experts, weights, extra)
+        routed, shares = weights[:, : self._top_k], weights[:, self._top_k :]
+        extra = None
+        if self._shared is not None:
+            extra = self._shared(x, shares if shares.shape[1] else None)
+        return self._routed(x, experts[:, : self._top_k], routed, extra)
 
 
 def _sliced(

@@ -24,11 +24,16 @@ class Mxfp4Parts:
 
     Attributes:
         packed: [N, K / 2] uint8.
-        scale: [N, K / 32] float32, powers of two.
+        exponents: [N, K / 32] uint8, biased by 127; 255 is no number.
     """
 
     packed: Tensor
-    scale: Tensor
+    exponents: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """[N, K / 32] float32, powers of two."""
+        return self.exponents.view(torch.float8_e8m0fnu).to(torch.float32)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """[N, K] in `dtype`, exact in float32 and bfloat16."""
@@ -45,4 +50,5 @@ def quantise_mxfp4(weight: Tensor) -> Mxfp4Parts:
     groups = weight.to(torch.float32).unflatten(1, (-1, GROUP))
     amax = groups.abs().amax(-1).clamp(min=E2M1_MAX * 2.0**-126)
     scale = power_of_two_above(amax / E2M1_MAX)
-    return Mxfp4Parts(pack_e2m1((groups / scale[..., None]).flatten(1)), scale)
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return Mxfp4Parts(pack_e2m1((groups / scale[..., None]).flatten(1)), exponents)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flare_ray.device.ops.moe.pack.triton import block_members, pack
 from flare_ray.device.ops.moe.packed import Fp8Stack
+from flare_ray.device.ops.moe.reference import Rounding
 from flare_ray.device.ops.moe.triton import BLOCK, combine
 from flare_ray.device.ops.swiglu.triton import gated
 
@@ -98,11 +99,13 @@ class Fp8Experts:
     Args:
         stack: kept as it is.
         limit: bound of the activation's inputs.
+        rounding: as `Fp4Experts`.
     """
 
-    def __init__(self, stack: Fp8Stack, *, limit: float) -> None:
+    def __init__(self, stack: Fp8Stack, *, limit: float, rounding: Rounding | None = None) -> None:
         self._stack = stack
         self._limit = limit
+        self._rounding = rounding
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, extra: Tensor | None = None
@@ -113,7 +116,8 @@ class Fp8Experts:
         count = blocks.expert.shape[0]
         listed = (blocks.expert, blocks.filled, blocks.members)
         tiles = {"BLOCK": BLOCK, "BN": _TILE, "num_warps": 4, "num_stages": 3}
-        active = x.new_empty((count, width))
+        kind = x.dtype if self._rounding is None else torch.float32
+        active = x.new_empty((count, width), dtype=kind)
         _gate_up[(width // _TILE, count)](
             x.contiguous(),
             stack.gate_up,
@@ -126,6 +130,9 @@ class Fp8Experts:
             TOP_K=experts.shape[1],
             **tiles,
         )
+        if self._rounding is not None:
+            active = self._rounding(active.mul_(weights.reshape(-1, 1))).to(x.dtype)
+            weights = torch.ones_like(weights)
         parts = x.new_empty((count, hidden), dtype=torch.float32)
         _down[(hidden // _TILE, count)](
             active, stack.down, stack.down_scale, *listed, parts, hidden, width, **tiles

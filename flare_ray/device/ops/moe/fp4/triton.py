@@ -1,4 +1,4 @@
-"""NVFP4 experts, packed in memory; the kernels here are those for few rows an expert.
+"""FP4 experts, packed in memory; the kernels here are those for few rows an expert.
 
 A decode round gives an expert one or two rows, so the work is reading and unpacking weights. The
 matrix unit would want each code as a bfloat16 in its own operand layout, a trip through shared
@@ -12,7 +12,8 @@ A byte permutation looks four codes up at once: its selector is the packed word 
 selector asks for the looked-up byte's sign instead of the byte, which is 0 for all entries below
 128; so one permutation over the bytes of positive values gives 0 for negative codes, one over those
 of negative values with bit 3 flipped the reverse, and their union is u. Sums are exact integers of
-one block of 16, then float32: block scale times unit, last the matrix's own scale.
+one word of 16, then float32: the word's scale times unit, last the matrix's own scale. NVFP4 has
+an E4M3 scale a word, MXFP4 a power of two for two words and no scale of the matrix (POWERS).
 
 grid (tiles of BN outputs, blocks); a program holds its tile's whole rows (K / 16 words of 64 bits a
 row) in registers and runs the block's rows over them, so weights are read once whatever the rows.
@@ -20,7 +21,7 @@ The sum over K meets in one reduction at the end. Tiles of four and eight output
 of 4 to 32 with two to eight warps at one to six rows, tried by hand; larger ones leave too few
 programs a core.
 
-Source: the layout is published NVFP4; the lookup and the offset are ours.
+Source: the layouts are published NVFP4 and MXFP4; the lookup and the offset are ours.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flare_ray.device.ops.moe.nvfp4.digits.triton import digits
-from flare_ray.device.ops.moe.nvfp4.wide import triton as wide
+from flare_ray.device.ops.moe.fp4.digits.triton import digits
+from flare_ray.device.ops.moe.fp4.wide import triton as wide
+from flare_ray.device.ops.moe.fp4.wide.triton import matrix_scale
 from flare_ray.device.ops.moe.pack.triton import Blocks, pack
-from flare_ray.device.ops.moe.packed import Nvfp4Stack
+from flare_ray.device.ops.moe.packed import Fp4Stack, Mxfp4Stack
+from flare_ray.device.ops.moe.reference import Rounding
 from flare_ray.device.ops.moe.triton import BLOCK, combine
 from flare_ray.device.ops.swiglu.triton import gated
 
@@ -128,12 +131,18 @@ def _row_product(word, scale, line, groups, group, inside, COMPILED: tl.constexp
 
 
 @triton.jit
-def _tile(codes, scales, first, n, group, groups, mask):
-    """Words [BN, G] and block scales [BN, G] float32 of the rows first + n of a matrix stack."""
-    at = (first + n)[:, None] * groups + group[None, :]
-    word = tl.load(codes + at, mask=mask, other=0)
-    scale = tl.load(scales + at, mask=mask)
-    return word, tl.where(mask, scale.to(tl.float32), 0.0)
+def _tile(codes, scales, first, n, group, groups, mask, POWERS: tl.constexpr):
+    """Words [BN, G] and their scales [BN, G] float32 of the rows first + n of a matrix stack."""
+    line = (first + n)[:, None]
+    word = tl.load(codes + line * groups + group[None, :], mask=mask, other=0)
+    if POWERS:
+        at = line * (groups // 2) + (group // 2)[None, :]
+        exponent = tl.load(scales + at, mask=mask, other=0).to(tl.int32)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.load(scales + line * groups + group[None, :], mask=mask).to(tl.float32)
+        scale = tl.where(mask, scale, 0.0)
+    return word, scale
 
 
 @triton.jit
@@ -153,6 +162,7 @@ def _gate_up(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     GROUPS: tl.constexpr,
+    POWERS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """digit [R, 10, groups]; codes [E, 2 width, groups] int64; out [M, width]."""
@@ -165,10 +175,10 @@ def _gate_up(
     inside = group < groups
     mask = (n < width)[:, None] & inside[None, :]
     first = e * 2 * width
-    gate_word, gate_scale = _tile(codes, scales, first, n, group, groups, mask)
-    up_word, up_scale = _tile(codes, scales, first + width, n, group, groups, mask)
-    gate_factor = tl.load(factor + e * 3) * 0.5
-    up_factor = tl.load(factor + e * 3 + 1) * 0.5
+    gate_word, gate_scale = _tile(codes, scales, first, n, group, groups, mask, POWERS)
+    up_word, up_scale = _tile(codes, scales, first + width, n, group, groups, mask, POWERS)
+    gate_factor = matrix_scale(factor, e * 3, 0.5, POWERS)
+    up_factor = matrix_scale(factor, e * 3 + 1, 0.5, POWERS)
     for place in range(tl.load(filled + block)):
         member = tl.load(members + block * BLOCK + place).to(tl.int64)
         line = digit + (member // TOP_K) * 10 * groups
@@ -193,6 +203,7 @@ def _down(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     GROUPS: tl.constexpr,
+    POWERS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """digit [M, 10, groups]; codes [E, hidden, groups] int64; out [M, hidden] float32."""
@@ -204,8 +215,8 @@ def _down(
     group = tl.arange(0, GROUPS)
     inside = group < groups
     mask = (n < hidden)[:, None] & inside[None, :]
-    word, scale = _tile(codes, scales, e * hidden, n, group, groups, mask)
-    own = tl.load(factor + e * 3 + 2) * 0.5
+    word, scale = _tile(codes, scales, e * hidden, n, group, groups, mask, POWERS)
+    own = matrix_scale(factor, e * 3 + 2, 0.5, POWERS)
     for place in range(tl.load(filled + block)):
         member = tl.load(members + block * BLOCK + place).to(tl.int64)
         line = digit + member * 10 * groups
@@ -213,44 +224,58 @@ def _down(
         tl.store(out + member * hidden + n, total * own, mask=n < hidden)
 
 
-class Nvfp4Experts:
+class Fp4Experts:
     """Routed experts of one layer.
 
     Args:
         stack: kept as it is.
         limit: bound of the activation's inputs.
         few_rows: most rows of a pass for the kernels of few rows.
+        rounding: of rows and of weighted activations before their products; None = they stay as
+            they are, and outputs are weighted.
     """
 
-    def __init__(self, stack: Nvfp4Stack, *, limit: float, few_rows: int = FEW_ROWS) -> None:
-        self._stack = stack
+    def __init__(
+        self,
+        stack: Fp4Stack,
+        *,
+        limit: float,
+        few_rows: int = FEW_ROWS,
+        rounding: Rounding | None = None,
+    ) -> None:
+        self._first = (stack.gate_up, stack.gate_up_scale)
+        self._second = (stack.down, stack.down_scale)
+        # without factors the pointer is read by nobody
+        self._factors = stack.gate_up if isinstance(stack, Mxfp4Stack) else stack.multipliers
+        self._powers = isinstance(stack, Mxfp4Stack)
         self._limit = limit
         self._few_rows = few_rows
+        self._rounding = rounding
         self._width = stack.gate_up.shape[1] // 2
         self._hidden = stack.down.shape[1]
 
     def __call__(
         self, x: Tensor, experts: Tensor, weights: Tensor, extra: Tensor | None = None
     ) -> Tensor:
-        """As `api.Experts.__call__`; `extra` [R, H] is added to the sum."""
+        """As `api.Experts.__call__`, rows already rounded; `extra` [R, H] is added to the sum."""
         blocks = pack(experts, block=BLOCK)
-        if x.shape[0] <= self._few_rows:
-            parts = self._lowered(self._activated(x, blocks, experts.shape[1]), blocks)
-        else:
-            stack = self._stack
-            first = (stack.gate_up, stack.gate_up_scale, stack.factors)
-            active = wide.activated(x, *first, blocks, limit=self._limit)
-            parts = wide.lowered(active, stack.down, stack.down_scale, stack.factors, blocks)
+        few = x.shape[0] <= self._few_rows
+        active = (self._activated if few else self._widely_activated)(x, blocks)
+        if self._rounding is not None:
+            active = self._rounding(active.mul_(weights.reshape(-1, 1))).to(x.dtype)
+            weights = torch.ones_like(weights)
+        parts = (self._lowered if few else self._widely_lowered)(active, blocks)
         return combine(parts, weights, extra, x.dtype)
 
-    def _activated(self, x: Tensor, blocks: Blocks, top_k: int) -> Tensor:
+    def _activated(self, x: Tensor, blocks: Blocks) -> Tensor:
         count, groups = blocks.expert.shape[0], x.shape[1] // 16
-        active = x.new_empty((count, self._width))
+        active = x.new_empty((count, self._width), dtype=self._active_type(x))
+        codes, scales = self._first
         _gate_up[(triton.cdiv(self._width, GATE_TILE), count)](
             digits(x),
-            self._stack.gate_up.view(torch.int64),
-            self._stack.gate_up_scale,
-            self._stack.factors,
+            codes.view(torch.int64),
+            scales,
+            self._factors,
             blocks.expert,
             blocks.filled,
             blocks.members,
@@ -258,10 +283,11 @@ class Nvfp4Experts:
             groups,
             self._width,
             self._limit,
-            TOP_K=top_k,
+            TOP_K=count // x.shape[0],
             BLOCK=BLOCK,
             BN=GATE_TILE,
             GROUPS=triton.next_power_of_2(groups),
+            POWERS=self._powers,
             COMPILED=_COMPILED,
             num_warps=GATE_WARPS,
         )
@@ -270,11 +296,12 @@ class Nvfp4Experts:
     def _lowered(self, active: Tensor, blocks: Blocks) -> Tensor:
         count, groups = active.shape[0], self._width // 16
         out = active.new_empty((count, self._hidden), dtype=torch.float32)
+        codes, scales = self._second
         _down[(triton.cdiv(self._hidden, DOWN_TILE), count)](
             digits(active),
-            self._stack.down.view(torch.int64),
-            self._stack.down_scale,
-            self._stack.factors,
+            codes.view(torch.int64),
+            scales,
+            self._factors,
             blocks.expert,
             blocks.filled,
             blocks.members,
@@ -284,7 +311,20 @@ class Nvfp4Experts:
             BLOCK=BLOCK,
             BN=DOWN_TILE,
             GROUPS=triton.next_power_of_2(groups),
+            POWERS=self._powers,
             COMPILED=_COMPILED,
             num_warps=DOWN_WARPS,
         )
         return out
+
+    def _widely_activated(self, x: Tensor, blocks: Blocks) -> Tensor:
+        held = wide.Matrices(*self._first, self._factors, self._powers)
+        return wide.activated(x, held, blocks, limit=self._limit, dtype=self._active_type(x))
+
+    def _widely_lowered(self, active: Tensor, blocks: Blocks) -> Tensor:
+        held = wide.Matrices(*self._second, self._factors, self._powers)
+        return wide.lowered(active, held, blocks)
+
+    def _active_type(self, x: Tensor) -> torch.dtype:
+        """Activations that are weighted and rounded anyway are not rounded before."""
+        return x.dtype if self._rounding is None else torch.float32

@@ -1,16 +1,18 @@
-"""NVFP4 experts with several rows an expert: W [BN, BK] times x^T [BK, 16] in bfloat16.
+"""FP4 experts with several rows an expert: W [BN, BK] times x^T [BK, 16] in bfloat16.
 
 A code becomes a bfloat16 by moving bits: its three magnitude bits go to bits 6 to 8, its sign to
-bit 15, which is the value times 2^-126. The block scale times 2^119 is exact in bfloat16 too, and a
-product of both has at most six significant bits, so nothing rounds before the sum; the float32 sum
-takes the matrix's own scale times 2^7. Low and high nibbles are even and odd columns, which go
-into two products, so nothing is interleaved.
+bit 15, which is the value times 2^-126. The block scale times 2^119 is exact in bfloat16 too (below
+2^9, which loaders check), and a product of both has at most six significant bits, so nothing rounds
+before the sum; the float32 sum takes the matrix's own scale times 2^7. Low and high nibbles are
+even and odd columns, which go into two products, so nothing is interleaved.
 
 The operands' trip through shared memory makes it 4.8 to 5.4 times the time of the bytes at any
 number of rows (gpu_operators.json), so it is for passes of more than 64 rows.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,6 +21,22 @@ from torch import Tensor
 
 from flare_ray.device.ops.moe.pack.triton import Blocks, block_members
 from flare_ray.device.ops.swiglu.triton import gated
+
+
+class Matrices(NamedTuple):
+    """codes [E, N, K / 2] uint8 and scales of one product of every expert; factors [E, 3] float32,
+    unused where the scales are exponents (`powers`, MXFP4)."""
+
+    codes: Tensor
+    scales: Tensor
+    factors: Tensor
+    powers: bool
+
+
+@triton.jit
+def matrix_scale(factor, place, by, POWERS: tl.constexpr):
+    """A matrix's own scale times a number; MXFP4 has none."""
+    return tl.full((), 1.0, tl.float32) * by if POWERS else tl.load(factor + place) * by
 
 
 @triton.jit
@@ -49,6 +67,7 @@ def _step(
     inside,
     BN: tl.constexpr,
     BH: tl.constexpr,
+    POWERS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """total += W x^T over the bytes from `start` on of the matrix rows `line` [BN]."""
@@ -56,11 +75,17 @@ def _step(
     mask = inside[:, None] & (byte < width // 2)[None, :]
     packed = tl.load(codes + line[:, None] * (width // 2) + byte[None, :], mask=mask, other=0)
     packed = packed.to(tl.int16)
-    group = start // 8 + tl.arange(0, BH // 8)
-    there = inside[:, None] & (group < width // 16)[None, :]
-    scale = tl.load(scales + line[:, None] * (width // 16) + group[None, :], mask=there)
-    scale = tl.where(there, scale.to(tl.float32), 0.0)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, BH // 8, 8)), (BN, BH))
+    SHARING: tl.constexpr = 16 if POWERS else 8
+    group = start // SHARING + tl.arange(0, BH // SHARING)
+    groups = width // (2 * SHARING)
+    there = inside[:, None] & (group < groups)[None, :]
+    at = line[:, None] * groups + group[None, :]
+    if POWERS:
+        exponent = tl.load(scales + at, mask=there, other=0).to(tl.int32)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.where(there, tl.load(scales + at, mask=there).to(tl.float32), 0.0)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (BN, BH // SHARING, SHARING)), (BN, BH))
     total = tl.dot(_value(packed & 15, scale, EXACT), even, total, input_precision="ieee")
     return tl.dot(_value((packed >> 4) & 15, scale, EXACT), odd, total, input_precision="ieee")
 
@@ -82,6 +107,7 @@ def _gate_up(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     BH: tl.constexpr,
+    POWERS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """x [R, hidden]; codes [E, 2 width, hidden / 2]; out [M, width]."""
@@ -101,12 +127,15 @@ def _gate_up(
         there = has[None, :] & real[:, None]
         even = tl.load(source + 2 * byte[:, None], mask=there, other=0.0)
         odd = tl.load(source + 2 * byte[:, None] + 1, mask=there, other=0.0)
-        gate = _step(gate, codes, scales, line, even, odd, start, hidden, n < width, BN, BH, EXACT)
-        up = _step(
-            up, codes, scales, line + width, even, odd, start, hidden, n < width, BN, BH, EXACT
+        gate = _step(
+            gate, codes, scales, line, even, odd, start, hidden, n < width, BN, BH, POWERS, EXACT
         )
-    gate = gate * (tl.load(factor + e * 3) * 128.0)
-    up = up * (tl.load(factor + e * 3 + 1) * 128.0)
+        other = line + width
+        up = _step(
+            up, codes, scales, other, even, odd, start, hidden, n < width, BN, BH, POWERS, EXACT
+        )
+    gate = gate * matrix_scale(factor, e * 3, 128.0, POWERS)
+    up = up * matrix_scale(factor, e * 3 + 1, 128.0, POWERS)
     active = gated(gate, up, limit)
     place = out + member[None, :] * width + n[:, None]
     tl.store(place, active.to(out.dtype.element_ty), mask=has[None, :] & (n < width)[:, None])
@@ -127,6 +156,7 @@ def _down(
     BLOCK: tl.constexpr,
     BN: tl.constexpr,
     BH: tl.constexpr,
+    POWERS: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """active [M, width]; codes [E, hidden, width / 2]; out [M, hidden] float32."""
@@ -146,9 +176,9 @@ def _down(
         even = tl.load(source + 2 * byte[:, None], mask=there, other=0.0)
         odd = tl.load(source + 2 * byte[:, None] + 1, mask=there, other=0.0)
         total = _step(
-            total, codes, scales, line, even, odd, start, width, n < hidden, BN, BH, EXACT
+            total, codes, scales, line, even, odd, start, width, n < hidden, BN, BH, POWERS, EXACT
         )
-    total = total * (tl.load(factor + e * 3 + 2) * 128.0)
+    total = total * matrix_scale(factor, e * 3 + 2, 128.0, POWERS)
     place = out + member[None, :] * hidden + n[:, None]
     tl.store(place, total, mask=has[None, :] & (n < hidden)[:, None])
 
@@ -160,17 +190,17 @@ def _tiles(dtype: torch.dtype) -> dict[str, int | bool]:
 
 
 def activated(
-    x: Tensor, codes: Tensor, scales: Tensor, factors: Tensor, blocks: Blocks, *, limit: float
+    x: Tensor, held: Matrices, blocks: Blocks, *, limit: float, dtype: torch.dtype
 ) -> Tensor:
-    """Activated rows [M, I] of every assignment; see `Nvfp4Stack` for the weights."""
-    count, width = blocks.expert.shape[0], codes.shape[1] // 2
-    out = x.new_empty((count, width))
+    """Activated rows [M, I] of every assignment, by gate and up rows of N = 2 I."""
+    count, width = blocks.expert.shape[0], held.codes.shape[1] // 2
+    out = x.new_empty((count, width), dtype=dtype)
     tiles = _tiles(x.dtype)
     _gate_up[(triton.cdiv(width, tiles["BN"]), count)](
         x.contiguous(),
-        codes,
-        scales,
-        factors,
+        held.codes,
+        held.scales,
+        held.factors,
         blocks.expert,
         blocks.filled,
         blocks.members,
@@ -180,24 +210,23 @@ def activated(
         limit,
         TOP_K=count // x.shape[0],
         BLOCK=blocks.block,
+        POWERS=held.powers,
         **tiles,
     )
     return out
 
 
-def lowered(
-    active: Tensor, codes: Tensor, scales: Tensor, factors: Tensor, blocks: Blocks
-) -> Tensor:
-    """Down products [M, H] float32 of every assignment."""
+def lowered(active: Tensor, held: Matrices, blocks: Blocks) -> Tensor:
+    """Down products [M, H] float32 of every assignment, N = H."""
     count, width = active.shape
-    hidden = codes.shape[1]
+    hidden = held.codes.shape[1]
     out = active.new_empty((count, hidden), dtype=torch.float32)
     tiles = _tiles(active.dtype)
     _down[(triton.cdiv(hidden, tiles["BN"]), count)](
         active,
-        codes,
-        scales,
-        factors,
+        held.codes,
+        held.scales,
+        held.factors,
         blocks.expert,
         blocks.filled,
         blocks.members,
@@ -205,6 +234,7 @@ def lowered(
         hidden,
         width,
         BLOCK=blocks.block,
+        POWERS=held.powers,
         **tiles,
     )
     return out

@@ -8,7 +8,7 @@ the product to bfloat16 costs.
     digits [R, 10, G] int32, G = H / 16; word w of a group holds channels 4 w .. 4 w + 3
         0 .. 3   high digits, signed bytes
         4 .. 7   low digits, unsigned bytes
-        8        12 times the sum of the group's integers (see nvfp4/triton.py)
+        8        12 times the sum of the group's integers (see fp4/triton.py)
         9        the group's unit, float32 bits
 """
 

@@ -1,1 +1,0 @@
-"""Routed experts whose weights stay packed in NVFP4 (W4A16)."""

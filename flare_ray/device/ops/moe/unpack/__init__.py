@@ -1,0 +1,1 @@
+"""Packed experts on CPU: the chosen ones are unpacked into panels for a call."""
