@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,21 +22,24 @@ GiB = 2^30 bytes.
 
 ```
 rank bytes = weights                               by model, format and ranks
+           + tables                                hashed n-gram tables; 0 with `tables: host`
            + fixed + concurrency x slot            recurrent state, columns, rings, snapshots
            + (page_pool_tokens / 64 + 1) x page    context of all requests, the same on every rank
-           + scratch                               buffers of the largest program
+           + scratch                               buffers of programs, pool of captured graphs
 usable     = free memory less {headroom} % headroom
+host       = ranks x (tables, with `tables: host`, + prefix_cache.host_bytes), page-locked
 ```
 
 Weights and slots shrink with ranks; pages do not. So more ranks buy room for context, and engines
-buy throughput. `flare-ray plan` prints the same sum for a checkpoint, with weights in the type in
-which this version keeps them; `nvfp4` below counts routed experts at 4 bits with their scales, as
-they are published.
+buy throughput. `flare-ray plan` prints the same sum for a checkpoint, with routed experts packed
+where it stores them so: `nvfp4` and `mxfp4` below count them at 4 bits with their scales, as they
+are published, and everything else in bfloat16 or wider. Tables are counted as stored.
 
 ## What fits
 
 {slots} requests, {pool:,} tokens of context in all. *Tokens* is the largest `page_pool_tokens` that
-fits beside the same requests; the other columns are GiB.
+fits beside the same requests; the other columns are GiB. *Host* is the memory that the tables take
+on the node for one engine.
 """
 
 TAIL = """
@@ -60,7 +64,7 @@ prompt's chunks, plus n / emitted x seconds. If `flare_request_queue_time_second
 `flare_page_usage_ratio` is low, slots are short (raise `engine.concurrency` or replicas); if the
 ratio is near 1, context is short (raise `page_pool_tokens`, ranks or replicas).
 
-No throughput of GLM-5.3-Flash on GPUs stands here: none has been measured yet.
+No throughput of the published models on GPUs stands here: none has been measured yet.
 """
 
 
@@ -69,8 +73,9 @@ def capacity_text(models: dict[str, Any]) -> str:
     headroom = models["headroomPercent"]
     lines = [HEAD.format(headroom=headroom, slots=SLOTS, pool=POOL_TOKENS)]
     lines += [
-        "| Model | Format | GPU | Ranks | Weights | State | Pages | Sum | Usable | Tokens |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| Model | Format | Tables | GPU | Ranks | Weights | Tables | State | Pages | Sum | Usable "
+        "| Host | Tokens |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, preset in models["presets"].items():
         if preset["device"] == "cuda":
@@ -79,17 +84,24 @@ def capacity_text(models: dict[str, Any]) -> str:
 
 
 def _rows(name: str, preset: dict[str, Any], headroom: int) -> Iterator[str]:
-    formats = preset["ranks"]["1"]["weights"]
-    for format_name in formats:
-        for gpu, free_gib in GPUS.items():
+    for format_name in preset["ranks"]["1"]["weights"]:
+        places = ("device", "host") if preset["ranks"]["1"]["tables"][format_name] else ("-",)
+        for place, (gpu, free_gib) in itertools.product(places, GPUS.items()):
             usable = int(free_gib * GIB) * (100 - headroom) // 100
             for ranks, plan in preset["ranks"].items():
-                weights = plan["weights"][format_name]
-                state = plan["fixed"] + SLOTS * plan["slot"]
-                pages = (POOL_TOKENS // PAGE_TOKENS + 1) * plan["page"]
-                total = weights + state + pages + plan["scratch"]
-                left = usable - weights - state - plan["scratch"]
-                tokens = (left // plan["page"] - 1) * PAGE_TOKENS
-                fits = f"{tokens:,}" if total <= usable else "**does not fit**"
-                cells = [f"{part / GIB:.1f}" for part in (weights, state, pages, total, usable)]
-                yield f"| {' | '.join((name, format_name, gpu, ranks, *cells, fits))} |"
+                cells = _cells(plan, format_name, usable, place=place, ranks=int(ranks))
+                yield f"| {' | '.join((name, format_name, place, gpu, ranks, *cells))} |"
+
+
+def _cells(
+    plan: dict[str, Any], format_name: str, usable: int, *, place: str, ranks: int
+) -> Iterator[str]:
+    weights, tables = plan["weights"][format_name], plan["tables"][format_name]
+    here = 0 if place == "host" else tables
+    state = plan["fixed"] + SLOTS * plan["slot"]
+    pages = (POOL_TOKENS // PAGE_TOKENS + 1) * plan["page"]
+    fixed = weights + here + state + plan["scratch"]
+    for part in (weights, here, state, pages, fixed + pages, usable, (tables - here) * ranks):
+        yield f"{part / GIB:.1f}"
+    tokens = ((usable - fixed) // plan["page"] - 1) * PAGE_TOKENS
+    yield f"{tokens:,}" if fixed + pages <= usable else "**does not fit**"

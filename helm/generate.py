@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,19 @@ from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.contracts.manifest import ByteBudget
 from flare_ray.device.capacity import HEADROOM_RATIO
 from flare_ray.device.prepare import make_plan, resolve
-from flare_ray.device.weights.budget import rank_weight_bytes
+from flare_ray.device.state.layout import DTYPE_BYTES
+from flare_ray.device.weights.budget import HeldForm, rank_weight_bytes
 from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.kept import EXPERTS
+from flare_ray.device.weights.stored import ROW_BLOCK
 from flare_ray.recipes.declaration import TensorSpec
 from helm.capacity import capacity_text
 from helm.dashboard import dashboard
-from tests.recipes.glm5_next.published import published_config
+from tests.recipes.deepseek_v41.published import published_config as published_deepseek
+from tests.recipes.glm5_next.published import published_config as published_glm
+from tests.recipes.qwen4_exp.published import published_config as published_qwen
+
+FormOf = Callable[[TensorSpec], HeldForm]
 
 CHART = ROOT / "helm" / "flare-ray"
 SCHEMA_SOURCE = ROOT / "helm" / "schema.yaml"
@@ -135,34 +142,51 @@ def models_text(sizes: dict[str, Any]) -> str:
     """Presets as YAML."""
     head = (
         "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
-        "# weights: target, drafter and their scales; page: 64 tokens; slot: one request's state,\n"
-        "# fixed: state of none; scratch: a bound.\n"
+        "# weights: target, drafter and their scales; tables: hashed n-gram tables, which may lie\n"
+        "# in host memory; page: 64 tokens; slot: one request's state, fixed: state of none;\n"
+        "# scratch: buffers and the pool of captured graphs, a bound.\n"
     )
     return head + yaml.safe_dump(sizes, sort_keys=False, width=WIDE_LINES)
 
 
 def models() -> dict[str, Any]:
     """Preset -> what the chart must know to size an engine."""
-    with tempfile.TemporaryDirectory() as folder:
-        published = Path(folder)
-        (published / "config.json").write_text(json.dumps(published_config()))
-        large = _preset(
-            published,
-            device="cuda",
-            dtype="bfloat16",
-            formats={"bfloat16": None, "nvfp4": _routed_nvfp4},
-        )
+    nvfp4 = {"bfloat16": None, "nvfp4": _experts_in(WeightFormat.NVFP4_MODELOPT)}
+    large = {
+        "glm-5.3-flash": _published(published_glm(), nvfp4),
+        "deepseek-v4.1-flash": _published(published_deepseek(), {"mxfp4": _deepseek_release}),
+        "qwen3.8-flash": _published(published_qwen(), nvfp4),
+    }
     demo = _preset(DEMO, device="cpu", dtype="float32", formats={"float32": None})
     return {
         "headroomPercent": round(HEADROOM_RATIO * 100),
-        "presets": {"glm-5.3-flash": large, "glm-demo": demo},
+        "presets": {**large, "glm-demo": demo},
     }
 
 
-def _routed_nvfp4(spec: TensorSpec) -> WeightFormat:
-    """Routed experts in NVFP4, everything else plain: the published 4-bit releases."""
-    routed = ".mlp.experts." in spec.name and len(spec.shape) == 2
-    return WeightFormat.NVFP4_MODELOPT if routed else WeightFormat.PLAIN
+def _published(config: dict[str, Any], formats: dict[str, FormOf | None]) -> dict[str, Any]:
+    """A released model in every format that the chart offers."""
+    with tempfile.TemporaryDirectory() as folder:
+        published = Path(folder)
+        (published / "config.json").write_text(json.dumps(config))
+        return _preset(published, device="cuda", dtype="bfloat16", formats=formats)
+
+
+def _experts_in(format: WeightFormat) -> FormOf:
+    """Routed experts in a format, everything else plain: the published 4-bit releases."""
+
+    def form_of(spec: TensorSpec) -> HeldForm:
+        routed = EXPERTS in spec.name and len(spec.shape) == 2
+        return HeldForm(format) if routed else HeldForm()
+
+    return form_of
+
+
+def _deepseek_release(spec: TensorSpec) -> HeldForm:
+    """Routed experts in MXFP4, table rows in FP8 with an exponent per 32 channels."""
+    if spec.table:
+        return HeldForm(WeightFormat.FP8_BLOCK, block=ROW_BLOCK, scale_bytes=1)
+    return _experts_in(WeightFormat.MXFP4)(spec)
 
 
 def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -> dict[str, Any]:
@@ -175,10 +199,10 @@ def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -
         small = _plan(folder, degree, device, dtype, concurrency=1)
         degrees, recipe = small.recipe.tensor_parallel, small.recipe.name
         larger = _plan(folder, degree, device, dtype, concurrency=SCRATCH_CONCURRENCY)
+        held = {name: _held(small, degree, dtype, form_of) for name, form_of in formats.items()}
         plans[degree] = {
-            "weights": {
-                name: _weights(small, degree, dtype, kept) for name, kept in formats.items()
-            },
+            "weights": {name: weights for name, (weights, _) in held.items()},
+            "tables": {name: tables for name, (_, tables) in held.items()},
             **_state(small.manifest.budget, larger.manifest.budget, small.manifest.num_pages),
         }
     return {
@@ -214,20 +238,24 @@ def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
         "slot": slot,
         "fixed": max(0, small.state_bytes - slot),
         "page": -(-small.page_bytes // pages),
-        "scratch": larger.scratch_bytes,
+        "scratch": larger.scratch_bytes + larger.graph_pool_bytes,
     }
 
 
-def _weights(plan: Any, degree: int, dtype: str, kept: Any) -> int:
-    if kept is None:  # as this version keeps them: what `flare-ray plan` says
-        return plan.manifest.budget.weights_bytes
-    return rank_weight_bytes(
-        resolve(plan.recipe.manifest)(plan.geometry),
-        world_size=degree,
-        element_bytes={"bfloat16": 2, "float32": 4}[dtype],
-        families=plan.families,
-        format_of=kept,
-    )
+def _held(plan: Any, degree: int, dtype: str, form_of: FormOf | None) -> tuple[int, int]:
+    """Bytes of weights without tables, and of tables; `form_of` None = everything dequantised."""
+    specs = resolve(plan.recipe.manifest)(plan.geometry)
+
+    def held(chosen: list[TensorSpec]) -> int:
+        return rank_weight_bytes(
+            chosen,
+            world_size=degree,
+            element_bytes=DTYPE_BYTES[dtype],
+            families=plan.families,
+            form_of=form_of,
+        )
+
+    return held([s for s in specs if not s.table]), held([s for s in specs if s.table])
 
 
 # --- README.md

@@ -29,14 +29,28 @@ REFUSED = {
     "too few GPUs for STRICT_PACK": ({"worker__gpus": 2}, "one engine needs 4 GPUs on one node"),
     "too few CPUs": ({"worker__cpus": 8}, "one engine needs 8.5 CPUs"),
     "no room for HTTP replicas": ({"httpReplicas__max_replicas": 9}, "CPUs for 7"),
-    "one GPU": ({"tensorParallelSize": 1}, "weights 180.2 +"),
-    "unquantised": ({"model__weightFormat": "bfloat16"}, "weights 150.7 +"),
+    "one GPU": ({"tensorParallelSize": 1}, "weights 180.4 + tables 0.0 +"),
+    "unquantised": ({"model__weightFormat": "bfloat16"}, "weights 150.9 +"),
     "small GPUs": ({"worker__gpuMemoryGiB": 40}, "GiB usable (40.0 less 5 % headroom)"),
     "pages": ({"engine__page_pool_tokens": 16777216}, "pages 204.0 +"),
     "split that the recipe lacks": ({"tensorParallelSize": 8, "worker__gpus": 8}, "1, 2, 4 ranks"),
-    "unknown preset": ({"model__preset": "glm-6"}, "this chart has glm-5.3-flash, glm-demo"),
+    "unknown preset": ({"model__preset": "glm-6"}, "this chart has deepseek-v4.1-flash, glm-"),
     "preset of another device": ({"model__preset": "glm-demo"}, "sized for cpu"),
     "unknown format": ({"model__weightFormat": "int3"}, "bfloat16, nvfp4"),
+    "tables that the model lacks": ({"engine__tables": "host"}, "has no tables"),
+    "plain experts kept packed": (
+        {"model__weightFormat": "bfloat16", "worker__gpuMemoryGiB": 1000}
+        | {"engine__expert_weights": "packed"},
+        "weightFormat bfloat16 is not",
+    ),
+    "experts counted packed, held dequantised": (
+        {"engine__expert_weights": "dequantised"},
+        "set weightFormat bfloat16",
+    ),
+    "host tier beyond the pod": (
+        {"engine__prefix_cache": {"host_bytes": 1 << 40}},
+        "lock 4096.0 GiB of host memory",
+    ),
     "context beyond the model": ({"engine__context_tokens": 2097152}, "holds 1048576"),
     "shm": ({"worker__shm": "200Gi"}, "more than half"),
     # Weights and secrets.
@@ -109,6 +123,44 @@ REFUSED = {
     "two ways in": ({"ingress__enabled": True, "gateway__enabled": True}, "choose one"),
     "gateway without name": ({"gateway__enabled": True}, "set gateway.name"),
 }
+
+
+MISFITS = {
+    # Pairs of model and GPUs that are not shipped, with their sums.
+    ("deepseek-4gpu", 1): ({"worker__gpus": 1}, "weights 293.9 + tables 0.0 +"),
+    ("deepseek-4gpu", 2): ({"worker__gpus": 2}, "weights 148.6 + tables 0.0 +"),
+    ("deepseek-8gpu", 2): ({}, "weights 148.6 + tables 94.4 +"),
+    ("deepseek-8gpu", 8): ({}, "splits over 1, 2, 4 ranks"),
+    ("qwen-1gpu", 1): ({"engine__tables": "device"}, "weights 74.1 + tables 95.4 +"),
+    ("qwen-1gpu", 8): ({"worker__gpus": 8}, "splits over 1, 2, 4 ranks"),
+    ("qwen-2gpu", 2): ({"model__weightFormat": "bfloat16"}, "weights 121.0 + tables 47.7 +"),
+    ("glm-2gpu", 1): ({"worker__gpus": 1}, "weights 180.4 +"),
+}
+TABLES = {
+    "too little host memory": ("deepseek-4gpu", {"worker__memory": "160Gi"}, "lock 188.8 GiB"),
+    "tables and host tier": (
+        "qwen-1gpu",
+        {"engine__prefix_cache": {"host_bytes": 80 << 30}},
+        "lock 175.4 GiB",
+    ),
+    "two engines' tables": ("deepseek-8gpu", {"engine__tables": "host"}, "lock 377.7 GiB"),
+    "tables on disk": ("deepseek-4gpu", {"engine__tables": "disk"}, "needs device: cpu"),
+    "tables on paper": ("deepseek-4gpu", {"engine__tables": "paper"}, "tables"),
+    "experts in a place": ("deepseek-4gpu", {"engine__expert_weights": "host"}, "expert_weights"),
+    "format of another model": ("deepseek-4gpu", {"model__weightFormat": "nvfp4"}, "has mxfp4"),
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), MISFITS)
+def test_pairs_of_model_and_gpus_that_do_not_fit_are_refused_with_their_sum(name, ranks):
+    changes, said = MISFITS[name, ranks]
+    assert said in refusal(changed(read_values(name), tensorParallelSize=ranks, **changes))
+
+
+@pytest.mark.parametrize("rule", TABLES)
+def test_chart_refuses_for_tables(rule):
+    name, changes, said = TABLES[rule]
+    assert said in refusal(changed(read_values(name), **changes))
 
 
 @pytest.mark.parametrize("rule", REFUSED)

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from flare_ray.cli.config_check import check_document
+from flare_ray.cli.plan import rank_bytes
 from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.device.prepare import plan_engine
 from tests.helm.rendering import (
@@ -26,8 +27,11 @@ from tests.helm.rendering import (
 from tests.recipes.glm5_next.published import published_config
 from tests.rules.sources import ROOT
 
-SIZE_TOLERANCE_RATIO = 0.002
-"""The chart knows so many bytes a slot; page tables of single slots differ by kilobytes."""
+SIZE_TOLERANCE_RATIO = 0.03
+"""The chart knows so many bytes a slot and one bound of buffers and graphs for every setting: 4 GiB
+of at least 160 here."""
+ROUNDING_GIB = 0.05
+"""The notes tell one digit."""
 GIB = 1 << 30
 ERROR_SEVERITY = 2
 
@@ -120,7 +124,15 @@ def test_serve_config_passes_serves_schema_and_the_strict_check(name):
     assert list(checked.configs) == ["flare"]
 
 
-@pytest.mark.parametrize(("name", "file"), [("glm-4gpu", "glm"), ("cpu-demo", "glm-demo")])
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("glm-4gpu", "glm"),
+        ("deepseek-4gpu", "deepseek"),
+        ("qwen-4gpu", "qwen"),
+        ("cpu-demo", "glm-demo"),
+    ],
+)
 def test_serve_config_means_the_same_as_the_deployment_file(name, file):
     rendered = serve_document(read_values(name))
     deployed = yaml.safe_load((ROOT / "deployments" / f"{file}.yaml").read_text())
@@ -159,9 +171,8 @@ def test_sum_of_bytes_is_what_plan_says(tmp_path, ranks):
     (tmp_path / "config.json").write_text(json.dumps(published_config()))
     arguments = serve_document(values)["applications"][0]["args"]["engine"]
     config = EngineConfig.model_validate({**arguments, "checkpoint": str(tmp_path)})
-    budget = plan_engine(config).budget
-    planned = budget.weights_bytes + budget.page_bytes + budget.state_bytes + budget.scratch_bytes
-    assert told == pytest.approx(planned / GIB, rel=SIZE_TOLERANCE_RATIO)
+    planned = rank_bytes(plan_engine(config))
+    assert planned / GIB <= told + ROUNDING_GIB <= planned / GIB * (1 + SIZE_TOLERANCE_RATIO)
 
 
 def test_head_takes_no_replica():

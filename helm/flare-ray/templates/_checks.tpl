@@ -35,6 +35,7 @@
 {{- if gt (int64 $sizing.rankBytes) (int64 $sizing.usableBytes) -}}
 {{- fail (printf "%s as %s on %d rank(s) does not fit: %s, %s; raise tensorParallelSize or memory, or lower engine.page_pool_tokens, context_tokens or concurrency" $v.model.preset $v.model.weightFormat (int64 $v.tensorParallelSize) $sizing.rankSum $sizing.offered) -}}
 {{- end -}}
+{{- include "flare.checkTables" . -}}
 {{- $wanted := $v.httpReplicas.max_replicas | default 4 | int64 -}}
 {{- $capacity := include "flare.httpCapacity" . | int64 -}}
 {{- if gt $wanted $capacity -}}
@@ -55,6 +56,34 @@
 {{- end -}}
 {{- else if not (and (kindIs "invalid" $a.minNodes) (kindIs "invalid" $a.maxNodes)) -}}
 {{- fail "autoscaler.minNodes and maxNodes need autoscaler.enabled; without it nodes follow from replicas" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Where tables and experts lie, and whether the worker's memory holds what is off the GPUs. */}}
+{{- define "flare.checkTables" -}}
+{{- $v := .Values -}}
+{{- $sizing := include "flare.sizing" . | fromYaml -}}
+{{- $place := $v.engine.tables | default "device" -}}
+{{- if and (ne $place "device") (eq (int64 $sizing.tableBytes) 0) -}}
+{{- fail (printf "engine.tables is %s, %s has no tables: leave it out" $place $v.model.preset) -}}
+{{- end -}}
+{{- if and (eq $place "disk") (eq $v.device "cuda") -}}
+{{- fail "engine.tables: disk needs device: cpu; set host or device" -}}
+{{- end -}}
+{{- $experts := $v.engine.expert_weights | default "auto" -}}
+{{- $plain := or (eq $v.model.weightFormat "bfloat16") (eq $v.model.weightFormat "float32") -}}
+{{- if and $plain (eq $experts "packed") -}}
+{{- fail (printf "engine.expert_weights is packed, model.weightFormat %s is not: change one" $v.model.weightFormat) -}}
+{{- end -}}
+{{- if and (not $plain) (eq $experts "dequantised") -}}
+{{- fail (printf "engine.expert_weights is dequantised, the sum counts model.weightFormat %s: set weightFormat bfloat16 or leave expert_weights out" $v.model.weightFormat) -}}
+{{- end -}}
+{{- if eq $v.device "cuda" -}}
+{{- $room := sub (include "flare.bytes" $v.worker.memory | int64) (include "flare.bytes" $v.worker.shm | int64) -}}
+{{- $usable := div (mul $room 95) 100 -}}
+{{- if gt (int64 $sizing.hostBytes) $usable -}}
+{{- fail (printf "%d engine(s) on a worker lock %s GiB of host memory (tables and prefix_cache.host_bytes), worker.memory less shm leaves %s GiB: raise worker.memory, lower prefix_cache.host_bytes or set engine.tables: device" (int64 $sizing.enginesPerNode) (include "flare.gib" $sizing.hostBytes) (include "flare.gib" $usable)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

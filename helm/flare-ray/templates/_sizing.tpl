@@ -3,6 +3,8 @@ What fits where. `flare.sizing` returns a YAML mapping:
   enginesPerNode  engines that fit one worker (STRICT_PACK: all ranks of one on one node)
   nodes           workers that `replicas` need
   rankBytes       bytes of one rank, usableBytes what its GPU or its share of the pod's memory offers
+  tableBytes      bytes of one rank's tables, wherever they lie
+  hostBytes       host memory that all ranks of a worker lock: tables and the prefix cache's host tier
   rankSum         the same as a sum in words
 */}}
 
@@ -70,7 +72,10 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- $pageBytes := mul (add (div (add $pool 63) 64) 1) (int64 $plan.page) -}}
 {{- $stateBytes := add (int64 $plan.fixed) (mul $slots (int64 $plan.slot)) -}}
 {{- $scratch := div (mul (int64 $plan.scratch) (max $capacity 128)) 128 -}}
-{{- $rank := add (int64 $weights) $pageBytes $stateBytes $scratch -}}
+{{- $tables := get $plan.tables $values.model.weightFormat | int64 -}}
+{{- $place := $values.engine.tables | default "device" -}}
+{{- $here := ternary $tables 0 (eq $place "device") -}}
+{{- $rank := add (int64 $weights) $here $pageBytes $stateBytes $scratch -}}
 
 {{- $perNode := floor (divf (floor $values.worker.cpus) (include "flare.engineCpus" .)) | int64 -}}
 {{- $gpus := include "flare.engineGpus" . | float64 -}}
@@ -91,7 +96,9 @@ enginesPerNode: {{ $perNode }}
 nodes: {{ ceil (divf $values.replicas (max $perNode 1)) | int64 }}
 rankBytes: {{ $rank }}
 usableBytes: {{ $usable }}
-rankSum: {{ printf "weights %s + pages %s + state %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
+tableBytes: {{ $tables }}
+hostBytes: {{ mul (max $perNode 1) $ranks (add (sub $tables $here) (($values.engine.prefix_cache | default dict).host_bytes | default 0 | int64)) }}
+rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $here) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
 offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib" $usable) (include "flare.gib" $offered) $headroom | quote }}
 {{- end -}}
 
