@@ -25,7 +25,7 @@ rank bytes = weights                               by model, format and ranks
            + tables                                hashed n-gram tables; 0 with `tables: host`
            + fixed + concurrency x slot            recurrent state, columns, rings, snapshots
            + (page_pool_tokens / 64 + 1) x page    context of all requests, the same on every rank
-           + scratch                               buffers of programs, pool of captured graphs
+           + scratch                               buffers of the largest program
 usable     = free memory less {headroom} % headroom
 host       = ranks x (tables, with `tables: host`, + prefix_cache.host_bytes), page-locked
 ```

@@ -144,7 +144,7 @@ def models_text(sizes: dict[str, Any]) -> str:
         "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
         "# weights: target, drafter and their scales; tables: hashed n-gram tables, which may lie\n"
         "# in host memory; page: 64 tokens; slot: one request's state, fixed: state of none;\n"
-        "# scratch: buffers and the pool of captured graphs, a bound.\n"
+        "# scratch: a bound.\n"
     )
     return head + yaml.safe_dump(sizes, sort_keys=False, width=WIDE_LINES)
 
@@ -238,7 +238,7 @@ def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
         "slot": slot,
         "fixed": max(0, small.state_bytes - slot),
         "page": -(-small.page_bytes // pages),
-        "scratch": larger.scratch_bytes + larger.graph_pool_bytes,
+        "scratch": larger.scratch_bytes,
     }
 
 
