@@ -130,6 +130,7 @@ def replay_figures(one: Replayed) -> dict[str, JsonValue]:
         "replay_s": one.replay_s,
         "device_s": one.device_s,
         "gap_us": one.gap_us,
+        "graphs_count_ms": {name: list(cost) for name, cost in one.by_graph.items()},
         "rounds": one.rounds,
         "tokens": one.tokens,
     }

@@ -11,7 +11,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from flare_ray.contracts.plan import RoundPlan
 
 LIMIT_S = 300.0
+FIRST_RUNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,7 @@ class Replayed:
         device_s: program time that rank 0 reported within the service's.
         gap_us: median time between an answer that leaves the ranks idle and the next plan, inside a
             batch; 0 where a round was always queued.
+        by_graph: executions and mean milliseconds of program time, by the graph that ran.
     """
 
     service_s: float
@@ -68,6 +71,7 @@ class Replayed:
     rounds: int
     tokens: int
     gap_us: float
+    by_graph: Mapping[str, tuple[int, float]]
 
     @property
     def ratio(self) -> float:
@@ -229,7 +233,22 @@ def _in_turn(job: ReplayJob, core: EngineCore, recording: _Recording, replay: _R
         rounds=rounds,
         tokens=tokens,
         gap_us=statistics.median(gaps_s) * 1e6 if gaps_s else 0.0,
+        by_graph=_by_graph(recording),
     )
+
+
+def _by_graph(recording: _Recording) -> dict[str, tuple[int, float]]:
+    """Cost of every graph; its first two executions, which record it on a CPU, are left out."""
+    costs: dict[str, list[float]] = defaultdict(list)
+    for plan, result in zip(recording.plans, recording.results, strict=False):
+        shape = plan.shape
+        name = f"{shape.kind.value} B={shape.batch_capacity} rows={shape.token_capacity}"
+        costs[name].append(result.elapsed_ns / 1e6)
+    return {
+        name: (len(spent) - FIRST_RUNS, round(statistics.mean(spent[FIRST_RUNS:]), 3))
+        for name, spent in sorted(costs.items())
+        if len(spent) > FIRST_RUNS
+    }
 
 
 def _answer(

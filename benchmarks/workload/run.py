@@ -7,8 +7,9 @@ by position (contract: S8): every arm writes the same tokens, so pairs differ in
 difference in work is a fault that the result counts. Then the service is compared with a minimal
 replay of its rounds (contract: C7). About six minutes on two quiet cores.
 
-Writes `workload.json`, and beside it the report, `workload.md` and `workload.html`. Observations go
-to `--out`, where an interrupted run goes on.
+Writes `workload.json`, and beside it the report, `workload.md` and `workload.html`; with `--greedy`
+the same at temperature 0 as `workload_greedy`. Observations go to `--out`, where an interrupted run
+goes on.
 """
 
 from __future__ import annotations
@@ -150,13 +151,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--checkpoint", type=Path, help="another one; prints, writes no result")
     parser.add_argument("--out", type=Path, help="folder of the observations; goes on there")
     parser.add_argument("--small", action="store_true", help="smoke run; writes no result")
-    parser.add_argument("--greedy", action="store_true", help="temperature 0; writes no result")
-    parser.add_argument("--report", type=Path, help="folder of the report of such a run")
+    parser.add_argument(
+        "--greedy", action="store_true", help="temperature 0, a result and report of its own"
+    )
+    parser.add_argument("--report", type=Path, help="folder of the report of an unofficial run")
     options = parser.parse_args(arguments)
     console, size = Console(), SMALL if options.small else OFFICIAL
     if options.greedy:
         size = replace(size, settings=msgspec.structs.replace(size.settings, temperature=0.0))
-    official = not (options.small or options.greedy or options.checkpoint)
+    name = f"{RESULT}_greedy" if options.greedy else RESULT
+    official = not (options.small or options.checkpoint)
     checkpoint = options.checkpoint or CHECKPOINT
     try:
         with tempfile.TemporaryDirectory(prefix="flare-workload-") as folder:
@@ -169,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reports = RESULTS if official else options.report
     if reports is not None:
         for path in write_report([run], reports):
-            path.rename(path.with_stem(RESULT))
-    return conclude(RESULT, metrics, BOUNDS, console, official=official)
+            path.rename(path.with_stem(name))
+    return conclude(name, metrics, BOUNDS, console, official=official)
 
 
 if __name__ == "__main__":

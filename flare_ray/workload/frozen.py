@@ -242,16 +242,25 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def read_manifest(folder: Path) -> Manifest:
+    """Manifest of a frozen workload.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {MANIFEST}: name the folder of a workload")
+    return msgspec.json.decode(path.read_bytes(), type=Manifest)
+
+
 def read_verified(folder: Path, name: str) -> bytes:
     """A file of a frozen workload, its hash compared with the manifest.
 
     Raises:
         ConfigError: the file is missing, unknown to the manifest, or changed.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise ConfigError(f"{folder} has no {MANIFEST}: name the folder of a workload")
-    manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+    manifest = read_manifest(folder)
     if name not in manifest.files or not (folder / name).is_file():
         raise ConfigError(f"workload {manifest.version} has {sorted(manifest.files)}, not {name}")
     data = (folder / name).read_bytes()

@@ -10,7 +10,6 @@ import msgspec
 from flare_ray.errors import ConfigError
 from flare_ray.workload import frozen
 from flare_ray.workload.items import (
-    CATEGORIES,
     Expectation,
     Item,
     Settings,
@@ -52,7 +51,7 @@ def load_workload(path: Path | None = None, *, encoder: Encoder | None = None) -
     where = frozen.FOLDER if path is None else path
     if where.is_dir():
         data = frozen.read_verified(where, frozen.ITEMS)
-        manifest = msgspec.json.decode((where / frozen.MANIFEST).read_bytes(), type=frozen.Manifest)
+        manifest = frozen.read_manifest(where)
         name, digest = manifest.version, manifest.files[frozen.ITEMS]
     else:
         data = _bytes_of(where)
@@ -63,7 +62,7 @@ def load_workload(path: Path | None = None, *, encoder: Encoder | None = None) -
         raise ConfigError(f"{where}: no workload item: {error}; use `workload import`") from error
     tokens: dict[str, tuple[int, ...]] = {}
     if encoder is not None:
-        stored = where / f"tokens-{encoder.name}.jsonl"
+        stored = where / tokens_file(encoder.name)
         held = where.is_dir() and stored.is_file()
         lines = frozen.read_verified(where, stored.name) if held else encode_tokens(encoder, items)
         tokens = dict(read_tokens(lines))
@@ -74,22 +73,6 @@ def _bytes_of(path: Path) -> bytes:
     if not path.is_file():
         raise ConfigError(f"no workload at {path}: name a folder with a manifest, or a file")
     return path.read_bytes()
-
-
-def chosen(items: tuple[Item, ...], categories: tuple[str, ...], sessions: int) -> tuple[Item, ...]:
-    """The first `sessions` conversations of each category, whole, in the workload's order.
-
-    Raises:
-        ConfigError: a category has no items.
-    """
-    found: list[Item] = []
-    for category in categories:
-        rows = [item for item in items if item.category == category]
-        if not rows:
-            raise ConfigError(f"the workload has no items of {category}; known: {CATEGORIES}")
-        kept = list(dict.fromkeys(item.session for item in rows))[:sessions]
-        found += [item for item in rows if item.session in kept]
-    return tuple(found)
 
 
 class _Prompts(msgspec.Struct, forbid_unknown_fields=True):
@@ -137,18 +120,32 @@ def import_prompts(path: Path, *, category: str, licence: str) -> list[Item]:
     return items
 
 
-def build_files(checkpoints: tuple[Path, ...]) -> dict[str, bytes]:
-    """Every file of the frozen version, for the tokenisers of these checkpoints, from the seeds."""
+def build_files(checkpoints: tuple[Path, ...], *, kept: Path | None = None) -> dict[str, bytes]:
+    """Every file of the frozen version: items from the seeds, ids for these checkpoints.
+
+    Args:
+        kept: folder of the version as it is, whose ids for other tokenisers stay.
+    Raises:
+        ConfigError: a file that would be kept was changed.
+    """
     items, synthetic = frozen.make_items(), synthetic_items()
     files = {
         frozen.ITEMS: encode_items(items),
         frozen.SYNTHETIC_ITEMS: encode_items(synthetic),
     }
-    digests = {}
+    digests: dict[str, str] = {}
+    if kept is not None and (kept / frozen.MANIFEST).is_file():
+        digests |= frozen.read_manifest(kept).tokenizers
+        files |= {(n := tokens_file(name)): frozen.read_verified(kept, n) for name in digests}
     for checkpoint in checkpoints:
         encoder = Encoder(checkpoint)
         digests[encoder.name] = encoder.digest
-        files[f"tokens-{encoder.name}.jsonl"] = encode_tokens(encoder, [*items, *synthetic])
+        files[tokens_file(encoder.name)] = encode_tokens(encoder, [*items, *synthetic])
     manifest = frozen.manifest_of(files, items, digests)
     text = msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
     return {**files, frozen.MANIFEST: text}
+
+
+def tokens_file(name: str) -> str:
+    """File of the ids for the tokeniser of this name (`Encoder.name`)."""
+    return f"tokens-{name}.jsonl"

@@ -270,14 +270,20 @@ def round_costs(run: Run, arm: str) -> dict[str, tuple[float, float, float]]:
 
 
 def equal_work(run: Run) -> list[str]:
-    """Sentences on requests of which two arms made different work; empty where all is equal."""
+    """Sentences on requests of which two arms made different work; empty where all is equal.
+
+    Prompt tokens count too: arms that made other contexts of the same messages are not comparable.
+    """
     complaints = []
-    by_item: dict[tuple[int, str], dict[str, tuple[int, str]]] = defaultdict(dict)
+    by_item: dict[tuple[int, str], dict[str, tuple[int, int, str]]] = defaultdict(dict)
     for one in run.observations:
-        outcome = (one.completion_tokens, one.finish_reason or "error")
+        outcome = (one.prompt_tokens, one.completion_tokens, one.finish_reason or "error")
         by_item[(one.block.repeat, one.item_id)][one.block.arm] = outcome
     for (repeat, item), outcomes in by_item.items():
         if len(set(outcomes.values())) > 1:
-            shown = ", ".join(f"{arm} {n} {why}" for arm, (n, why) in outcomes.items())
+            shown = ", ".join(
+                f"{arm} {prompt}+{tokens} {reason}"
+                for arm, (prompt, tokens, reason) in outcomes.items()
+            )
             complaints.append(f"{item} (pass {repeat}): {shown}")
     return complaints

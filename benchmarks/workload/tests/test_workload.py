@@ -55,7 +55,7 @@ def test_arms_do_equal_work_and_give_every_metric(checkpoint, tmp_path):
     arms = ("off", "fixed-0", "adaptive", HISTORY)
     size = Size(settings=settings, arms=arms, replay_requests=0, replay_tokens=0, engine=ENGINE)
     run = run_arms(size, checkpoint, tmp_path / "run", Console(quiet=True))
-    replayed = Replayed(1.1, 1.0, 1.1, 1.0, 0.9, 10, 20, 400.0)
+    replayed = Replayed(1.1, 1.0, 1.1, 1.0, 0.9, 10, 20, 400.0, {})
     metrics = workload_metrics(run, {"b1": replayed})
     assert metrics["unequal_requests"] == metrics["failed_requests"] == 0
     assert set(run.refused) == {HISTORY}
@@ -66,10 +66,11 @@ def test_arms_do_equal_work_and_give_every_metric(checkpoint, tmp_path):
 
 
 def test_replay_repeats_every_record(checkpoint):
-    found = measure_replay(job_of(checkpoint))
-    assert found.rounds > 2 and found.tokens == 2 * 12
+    found = measure_replay(job_of(checkpoint, max_tokens=24))
+    assert found.rounds > 2 and found.tokens == 2 * 24
     assert 0 < found.device_s < found.service_s and found.replay_s > 0
     assert 0 < found.gap_us < 1e6 * found.service_s
+    assert any(name.startswith("speculative B=2") for name in found.by_graph)
 
 
 def test_replay_notices_other_draws(checkpoint, monkeypatch):

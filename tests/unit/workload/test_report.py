@@ -142,7 +142,7 @@ def test_lost_verdicts_and_changed_work_are_told():
     assert found.verdicts == ("off: 1 answer(s) were right and are not: chat-0",)
     assert found.work == ("off: 1280 completion tokens became 1252",)
     assert equal_work(new) == [
-        "chat-0 (pass 0): off 12 stop, fixed-1 40 stop, fixed-5 40 stop, adaptive 40 stop"
+        "chat-0 (pass 0): off 0+12 stop, fixed-1 0+40 stop, fixed-5 0+40 stop, adaptive 0+40 stop"
     ]
 
 
