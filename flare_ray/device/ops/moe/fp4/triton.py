@@ -17,9 +17,9 @@ an E4M3 scale a word, MXFP4 a power of two for two words and no scale of the mat
 
 grid (tiles of BN outputs, blocks); a program holds its tile's whole rows (K / 16 words of 64 bits a
 row) in registers and runs the block's rows over them, so weights are read once whatever the rows.
-The sum over K meets in one reduction at the end. Tiles of four and eight outputs were the fastest
-of 4 to 32 with two to eight warps at one to six rows, tried by hand; larger ones leave too few
-programs a core.
+The sum over K meets in one reduction at the end. One output of gate and up with two warps and
+eight of down with four were the fastest of 1 to 16 with one to eight warps at 1 to 64 rows, tried
+by hand (NVFP4).
 
 Source: the layouts are published NVFP4 and MXFP4; the lookup and the offset are ours.
 """
@@ -47,8 +47,8 @@ FEW_ROWS = 64
 1, 8, 32, 64 rows (2.5, 2.3, 3.1, 4.3 times the time of the bytes); the matrix unit's form
 (wide/triton.py) takes 138, 943, 2,545, 3,724 us and wins from 128 rows on (4,326 against 6,464)."""
 
-GATE_TILE, GATE_WARPS = 4, 4
-DOWN_TILE, DOWN_WARPS = 8, 8
+GATE_TILE, GATE_WARPS = 1, 2
+DOWN_TILE, DOWN_WARPS = 8, 4
 """Outputs and warps of a program; a row of K = 4,096 is 256 words of 64 bits."""
 
 _COMPILED = os.environ.get("TRITON_INTERPRET", "0") != "1"
@@ -114,20 +114,39 @@ def _group_sums(word, h0, h1, h2, h3, l0, l1, l2, l3, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _row_product(word, scale, line, groups, group, inside, COMPILED: tl.constexpr):
-    """[BN] float32 products of a tile with the row whose digits start at `line`, times 2."""
-    h0 = tl.load(line + group, mask=inside, other=0)[None, :]
-    h1 = tl.load(line + groups + group, mask=inside, other=0)[None, :]
-    h2 = tl.load(line + 2 * groups + group, mask=inside, other=0)[None, :]
-    h3 = tl.load(line + 3 * groups + group, mask=inside, other=0)[None, :]
-    l0 = tl.load(line + 4 * groups + group, mask=inside, other=0)[None, :]
-    l1 = tl.load(line + 5 * groups + group, mask=inside, other=0)[None, :]
-    l2 = tl.load(line + 6 * groups + group, mask=inside, other=0)[None, :]
-    l3 = tl.load(line + 7 * groups + group, mask=inside, other=0)[None, :]
-    offset = tl.load(line + 8 * groups + group, mask=inside, other=0)[None, :]
+def _row(line, groups, group, inside):
+    """The ten planes [G] of the row whose digits start at `line`."""
+    h0 = tl.load(line + group, mask=inside, other=0)
+    h1 = tl.load(line + groups + group, mask=inside, other=0)
+    h2 = tl.load(line + 2 * groups + group, mask=inside, other=0)
+    h3 = tl.load(line + 3 * groups + group, mask=inside, other=0)
+    l0 = tl.load(line + 4 * groups + group, mask=inside, other=0)
+    l1 = tl.load(line + 5 * groups + group, mask=inside, other=0)
+    l2 = tl.load(line + 6 * groups + group, mask=inside, other=0)
+    l3 = tl.load(line + 7 * groups + group, mask=inside, other=0)
+    offset = tl.load(line + 8 * groups + group, mask=inside, other=0)
     unit = tl.load(line + 9 * groups + group, mask=inside, other=0).to(tl.float32, bitcast=True)
-    sums = _group_sums(word, h0, h1, h2, h3, l0, l1, l2, l3, COMPILED) - offset
-    return tl.sum(sums.to(tl.float32) * scale * unit[None, :], axis=1)
+    return h0, h1, h2, h3, l0, l1, l2, l3, offset, unit
+
+
+@triton.jit
+def _product(word, scale, row, COMPILED: tl.constexpr):
+    """[BN] float32 products of a tile with a row, times 2."""
+    h0, h1, h2, h3, l0, l1, l2, l3, offset, unit = row
+    sums = _group_sums(
+        word,
+        h0[None, :],
+        h1[None, :],
+        h2[None, :],
+        h3[None, :],
+        l0[None, :],
+        l1[None, :],
+        l2[None, :],
+        l3[None, :],
+        COMPILED,
+    )
+    sums = (sums - offset[None, :]).to(tl.float32)
+    return tl.sum(sums * scale * unit[None, :], axis=1)
 
 
 @triton.jit
@@ -167,25 +186,30 @@ def _gate_up(
 ):
     """digit [R, 10, groups]; codes [E, 2 width, groups] int64; out [M, width]."""
     block = tl.program_id(1)
+    # Asked for together, and the first row before the weights: one wait instead of four.
     e = tl.load(expert + block).to(tl.int64)
+    count = tl.load(filled + block)
+    member = tl.load(members + block * BLOCK).to(tl.int64)
     if e < 0:
         return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.arange(0, GROUPS)
     inside = group < groups
     mask = (n < width)[:, None] & inside[None, :]
+    row = _row(digit + (member // TOP_K) * 10 * groups, groups, group, inside)
     first = e * 2 * width
     gate_word, gate_scale = _tile(codes, scales, first, n, group, groups, mask, POWERS)
     up_word, up_scale = _tile(codes, scales, first + width, n, group, groups, mask, POWERS)
     gate_factor = matrix_scale(factor, e * 3, 0.5, POWERS)
     up_factor = matrix_scale(factor, e * 3 + 1, 0.5, POWERS)
-    for place in range(tl.load(filled + block)):
-        member = tl.load(members + block * BLOCK + place).to(tl.int64)
-        line = digit + (member // TOP_K) * 10 * groups
-        gate = _row_product(gate_word, gate_scale, line, groups, group, inside, COMPILED)
-        up = _row_product(up_word, up_scale, line, groups, group, inside, COMPILED)
-        active = gated(gate * gate_factor, up * up_factor, limit)
+    for place in range(count):
+        gate = _product(gate_word, gate_scale, row, COMPILED) * gate_factor
+        up = _product(up_word, up_scale, row, COMPILED) * up_factor
+        active = gated(gate, up, limit)
         tl.store(out + member * width + n, active.to(out.dtype.element_ty), mask=n < width)
+        if place + 1 < count:
+            member = tl.load(members + block * BLOCK + place + 1).to(tl.int64)
+            row = _row(digit + (member // TOP_K) * 10 * groups, groups, group, inside)
 
 
 @triton.jit
@@ -208,20 +232,25 @@ def _down(
 ):
     """digit [M, 10, groups]; codes [E, hidden, groups] int64; out [M, hidden] float32."""
     block = tl.program_id(1)
+    # Asked for together, and the first row before the weights: one wait instead of four.
     e = tl.load(expert + block).to(tl.int64)
+    count = tl.load(filled + block)
+    member = tl.load(members + block * BLOCK).to(tl.int64)
     if e < 0:
         return
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     group = tl.arange(0, GROUPS)
     inside = group < groups
     mask = (n < hidden)[:, None] & inside[None, :]
+    row = _row(digit + member * 10 * groups, groups, group, inside)
     word, scale = _tile(codes, scales, e * hidden, n, group, groups, mask, POWERS)
     own = matrix_scale(factor, e * 3 + 2, 0.5, POWERS)
-    for place in range(tl.load(filled + block)):
-        member = tl.load(members + block * BLOCK + place).to(tl.int64)
-        line = digit + member * 10 * groups
-        total = _row_product(word, scale, line, groups, group, inside, COMPILED)
-        tl.store(out + member * hidden + n, total * own, mask=n < hidden)
+    for place in range(count):
+        total = _product(word, scale, row, COMPILED) * own
+        tl.store(out + member * hidden + n, total, mask=n < hidden)
+        if place + 1 < count:
+            member = tl.load(members + block * BLOCK + place + 1).to(tl.int64)
+            row = _row(digit + member * 10 * groups, groups, group, inside)
 
 
 class Fp4Experts:
