@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ import msgspec
 
 from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.contracts.tiers import MANIFEST_ENDING, part_path
-from flare_ray.controller.paging.chain import StoredTrace
+from flare_ray.controller.paging.chain import DIGEST_BYTES, StoredTrace
 from flare_ray.errors import CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -92,15 +93,20 @@ def unsealed(content: bytes) -> DiskManifest:
     Raises:
         ValueError: it is damaged or of another version.
     """
-    outer = _decode_sealed(content)
+    try:
+        outer = _decode_sealed(content)
+    except RecursionError:
+        raise ValueError("it is nested like no manifest") from None
     if outer.checksum != _checksum(bytes(outer.manifest)):
         raise ValueError("its checksum differs")
     manifest = _decode_manifest(outer.manifest)
     if manifest.version != FORMAT_VERSION:
         raise ValueError(f"version {manifest.version}, this release reads {FORMAT_VERSION}")
     pages, rest = divmod(manifest.tokens, PAGE_TOKENS)
-    if len(manifest.digests) != pages + 1 or len(manifest.tail) != rest:
+    if pages < 0 or len(manifest.digests) != pages + 1 or len(manifest.tail) != rest:
         raise ValueError(f"{manifest.tokens} tokens do not fit its digests and tail")
+    if any(len(bytes.fromhex(digest)) != DIGEST_BYTES for digest in manifest.digests):
+        raise ValueError("one of its digests has another length")
     return manifest
 
 
@@ -191,6 +197,8 @@ class DiskDirectory:
     def _look(self) -> Iterator[StoredPrefix]:
         """Usable snapshots by the age of their manifests; everything else of ours is removed."""
         names = {name for name in os.listdir(self.folder) if OURS.fullmatch(name)}
+        # a folder, link or pipe of such a name is nobody's snapshot, and reading it might never end
+        names = {n for n in names if stat.S_ISREG(os.lstat(self.folder / n).st_mode)}
         manifests = [name for name in names if name.endswith(MANIFEST_ENDING)]
         manifests.sort(key=lambda name: (os.stat(self.folder / name).st_mtime_ns, name))
         kept: set[str] = set()

@@ -23,11 +23,12 @@ HEADER_BYTES = 1 << 20
 
 
 def checkpoint_identity(folder: Path) -> str:
-    """Digest of a checkpoint: configuration whole; of every weight file its name, size, time of
+    """Digest of a checkpoint: configuration and tokenizer whole, since n-gram tables are read by
+    what tokens normalise to; of every weight file its name, size, time of
     change, front, and blocks spread over the rest."""
     digest = hashlib.blake2b(digest_size=32)
     for path in sorted(folder.iterdir()):
-        if path.name == "config.json":
+        if path.name in ("config.json", "tokenizer.json"):
             digest.update(path.read_bytes())
         elif path.suffix == ".safetensors" and path.is_file():
             status = path.stat()

@@ -22,6 +22,7 @@ from flare_ray.controller.paging.disk import (
     PartFile,
     sealed,
 )
+from flare_ray.controller.paging.identity import checkpoint_identity
 from flare_ray.controller.paging.tiers import HEADER_ALLOWANCE
 from flare_ray.errors import ConfigError
 
@@ -148,6 +149,10 @@ def changed(**fields: object) -> bytes:
         (sealed(manifest()).replace(LABEL.encode(), b"b" * 64), "checksum"),
         (sealed(manifest())[:-9], "truncated|Expected|malformed"),
         (b"", "truncated|malformed"),
+        (changed(tokens=-64, digests=(), tail=()), "do not fit|length"),
+        (changed(digests=("no number", "")), "hexadecimal"),
+        (changed(digests=("ab", "cd")), "length"),
+        (b'{"checksum": "", "manifest": ' + b"[" * 100_000, "nested"),
     ],
 )
 def test_foreign_or_damaged_manifest_is_reported_once_and_goes_with_its_parts(
@@ -170,3 +175,31 @@ def test_foreign_or_damaged_manifest_is_reported_once_and_goes_with_its_parts(
     again = DiskDirectory.open(str(tmp_path), LABEL, RANKS)
     again.close()
     assert again.rejected == 0 and not caplog.messages
+
+
+def test_what_only_has_the_name_of_a_file_of_ours_is_neither_read_nor_removed(tmp_path):
+    folder = tmp_path / "engine-0"
+    whole = leave(folder, sealed(manifest()))
+    (folder / f"{1:040x}.json").mkdir()
+    os.mkfifo(folder / f"{2:040x}.json")
+    (folder / f"{3:040x}.json").symlink_to(tmp_path / "nowhere")
+    before = set(os.listdir(folder))
+    directory = DiskDirectory.open(str(tmp_path), LABEL, RANKS)
+    directory.close()
+    assert [found.stem for found in directory.found] == [whole] and directory.rejected == 0
+    assert set(os.listdir(folder)) == before | {"lock"}
+
+
+def test_identity_of_a_checkpoint_is_that_of_all_its_content(tmp_path):
+    """The tokenizer's too: which rows of an n-gram table a state holds follows from it."""
+    names = ("config.json", "tokenizer.json", "model.safetensors")
+    for name in names:
+        (tmp_path / name).write_bytes(b"content")
+    (tmp_path / "README.md").write_bytes(b"words")
+    found = {checkpoint_identity(tmp_path)}
+    for name in names:
+        (tmp_path / name).write_bytes(b"contemt")
+        found.add(checkpoint_identity(tmp_path))
+    assert len(found) == len(names) + 1
+    (tmp_path / "README.md").write_bytes(b"other words")
+    assert checkpoint_identity(tmp_path) in found
