@@ -298,9 +298,18 @@ def test_size_cap_holds_at_every_moment(folder, tmp_path):
         for seed in range(12):
             engine.say(prompt_of(128, 40 + seed), 2)
             engine.rest()
-            files = [path.stat().st_size for path in tmp_path.glob("engine-0/*.part")]
-            assert sum(files) <= cap
-        assert engine.tier("disk").snapshots
+            found = engine.tier("disk")
+            assert found.used_bytes == bytes_below(tmp_path) <= cap
+        assert found.snapshots > 1
+    with Served(settings(folder, disk_cache(tmp_path, disk_bytes=cap // 2))) as engine:
+        engine.say(prompt_of(70, 1), 1)
+        engine.rest()
+        assert engine.tier("disk").used_bytes == bytes_below(tmp_path) <= cap // 2
+
+
+def bytes_below(path: Path) -> int:
+    """Of everything that an engine of one rank keeps on disk."""
+    return sum(file.stat().st_size for file in path.glob("engine-0/*"))
 
 
 STORMS = [2, pytest.param(20, marks=pytest.mark.slow)]

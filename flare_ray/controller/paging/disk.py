@@ -127,7 +127,7 @@ class StoredPrefix:
 
     Attributes:
         stem: path of its files without their endings.
-        file_bytes: of its largest part.
+        file_bytes: of its largest part and the manifest.
     """
 
     stem: str
@@ -205,7 +205,8 @@ class DiskDirectory:
         for name in manifests:
             stem = str(self.folder / name.removesuffix(MANIFEST_ENDING))
             try:
-                manifest = unsealed((self.folder / name).read_bytes())
+                content = (self.folder / name).read_bytes()
+                manifest = unsealed(content)
                 self._check(manifest, stem)
             except (ValueError, OSError) as error:
                 self.rejected += 1
@@ -218,7 +219,7 @@ class DiskDirectory:
                 stem=stem,
                 trace=StoredTrace(digests, manifest.tail),
                 tokens=manifest.tokens,
-                file_bytes=max(part.num_bytes for part in manifest.parts),
+                file_bytes=len(content) + max(part.num_bytes for part in manifest.parts),
                 checksums=tuple(part.checksum for part in manifest.parts),
             )
         leftovers = sorted(names - kept)

@@ -44,7 +44,8 @@ class KeptPrefix(Prefix):
         in_host: the region is filled on every rank.
         name: stem of its files; "" = it has none.
         on_disk: the files are whole on every rank, and the manifest is written.
-        file_bytes: of one rank's file.
+        part_bytes: of one rank's part; file_bytes: counted, the manifest and what it may still grow
+            to included.
         checksums: of each rank's file.
         busy: orders under way that read or write it; it is not evicted meanwhile.
         doomed: removed while busy; forgotten with the last of them.
@@ -57,6 +58,7 @@ class KeptPrefix(Prefix):
     in_host: bool = False
     name: str = ""
     on_disk: bool = False
+    part_bytes: int = 0
     file_bytes: int = 0
     checksums: tuple[str, ...] = ()
     busy: int = 0
@@ -189,7 +191,7 @@ class TierBook:
         return True
 
     def resize_file(self, kept: KeptPrefix, num_bytes: int) -> None:
-        """The file of a prefix turned out to have `num_bytes`."""
+        """The files of a prefix turned out to have `num_bytes`."""
         self.disk_bytes += num_bytes - kept.file_bytes
         kept.file_bytes = num_bytes
 

@@ -49,8 +49,9 @@ MAX_STORES = 2
 """Copies to the host under way: one runs while the next one's order travels."""
 MAX_RESTORES = 2
 """Restores under way; a row and pages are taken for each once it is in host memory."""
-HEADER_ALLOWANCE = 64 * 1024
-"""Bytes of a file beside its tensors, counted before it is written; its true size counts after."""
+HEADER_ALLOWANCE = 128 * 1024
+"""Bytes of a file's header and of the manifest, counted before they are written; their true size
+counts after."""
 
 TakeSaves = Callable[[], tuple[SnapshotSave, ...]]
 
@@ -343,8 +344,7 @@ class Tiers:
         if outcome.fault:
             self._stop_writing(kept, outcome)
             return
-        kept.checksums = outcome.checksums
-        self.book.resize_file(kept, outcome.num_bytes)
+        kept.checksums, kept.part_bytes = outcome.checksums, outcome.num_bytes
         self._order(TierMove.SEAL, kept)
 
     def _is_sealed(self, work: _Open, outcome: TierOutcome) -> None:
@@ -354,6 +354,7 @@ class Tiers:
         if outcome.fault:
             self._stop_writing(kept, outcome)
             return
+        self.book.resize_file(kept, kept.part_bytes + outcome.num_bytes)
         self.book.written(kept)
         _count_saved(self.book.counts[Tier.DISK], kept, kept.file_bytes)
 
@@ -447,7 +448,7 @@ class Tiers:
                 tokens=kept.tokens,
                 digests=tuple(kept.trace.digest(page).hex() for page in range(pages + 1)),
                 tail=kept.key[1],
-                parts=tuple(PartFile(kept.file_bytes, text) for text in kept.checksums),
+                parts=tuple(PartFile(kept.part_bytes, text) for text in kept.checksums),
             )
         )
 
