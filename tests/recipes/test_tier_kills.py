@@ -35,5 +35,6 @@ def test_ten_kills_leave_whole_snapshots_or_none(tmp_path, random_seed):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_hundred_kills_leave_whole_snapshots_or_none(tmp_path, random_seed):
     assert kill_writers(tmp_path, 200, random_seed) > 200
