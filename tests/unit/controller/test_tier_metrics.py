@@ -35,7 +35,7 @@ def value(harness, series, tier):
 
 def test_series_of_every_tier_are_its_own_counts(make_tiered):
     """Traffic that saves to and restores from each tier, and evicts from all but the disk."""
-    harness = make_tiered(disk_bytes=100_000, host_bytes=6000)
+    harness = make_tiered(disk_bytes=200_000, host_bytes=6000)
     prompt = prompt_of(150)
     leave_on_disk(harness, prompt)
     assert run(harness, "disk", prompt, max_tokens=3).cached_tokens == 150
