@@ -19,7 +19,7 @@ def cached_pairs(driver: Driver, request) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 @pytest.mark.parametrize("right", range(8))
-def test_cache_equals_teacher_forced_rows_after_every_accepted_count(width, right):
+def test_h19_cache_equals_teacher_forced_rows_after_every_accepted_count(width, right):
     script = Script(vocab_size=16, order=2, seed=3, drafter="prefix", draft_right=right)
     driver = Driver(scripted_rank(script, Setup(slots=1)))
     (request,) = driver.prefill([driver.open(PROMPT, 0, budget=90)])

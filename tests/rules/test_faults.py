@@ -1,18 +1,18 @@
-"""Every fault that users of such servers report has a test named after it.
-
-An id is found in a test's name (`h07`, `vllm_22987`, `probe09`) or in a docstring of its file
-(H-07). The table says which area a fault belongs to; an area that is listed as covered lacks none.
-"""
+"""Every fault that users of such servers report has a test named after it, and the page that lists
+which test shows what (`docs/sampling-tests.md`) names tests that exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tests.rules.sources import ROOT
 
-COVERED_AREAS = ("sampling", "logprobs", "stops", "streaming", "grammar")
+PAGE = ROOT / "docs" / "sampling-tests.md"
+ROW = re.compile(r"^\| (\S+) \| (.+?) \| `(tests/\S+?)::(test_\w+)` \|$", re.MULTILINE)
+REQUIREMENTS = {*(f"S{n}" for n in range(1, 10)), *(f"K{n}" for n in range(1, 5))}
 
 FAULTS = {
     "H-01": "streaming",
@@ -63,39 +63,66 @@ FAULTS = {
     "probe09": "sampling",
     "probe10": "sampling",
     "probe11": "sampling",
+    "probe04": "streaming",
+    "litellm_37792": "streaming",
 }
-"""Fault -> area."""
+"""Fault -> area; `28794` and `42802` share a test with the fault in front of them."""
 
 
-def named_faults() -> set[str]:
-    """Ids that tests carry."""
-    found: set[str] = set()
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if path.name != "test_faults.py" or path.parent.name != "rules":
-            found.update(_ids(ast.parse(path.read_text(encoding="utf-8"))))
-    return found
+@dataclass(frozen=True)
+class Row:
+    """A line of the page: a requirement's sentence or a fault's area, and a test."""
+
+    subject: str
+    about: str
+    path: str
+    test: str
 
 
-def _ids(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-            for number in re.findall(r"(?:^|_)h(\d\d)(?=_)", node.name):
-                yield f"H-{number}"
-            yield from (name for name in FAULTS if f"_{name}_" in f"{node.name}_")
-        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
-            yield from re.findall(r"H-\d\d", ast.get_docstring(node) or "")
+def rows(text: str) -> list[Row]:
+    return [Row(*found) for found in ROW.findall(text)]
 
 
-def test_every_fault_of_a_covered_area_is_a_test():
-    named = named_faults()
-    missing = [
-        f"{fault} ({area})"
-        for fault, area in FAULTS.items()
-        if area in COVERED_AREAS and fault not in named
-    ]
-    assert not missing, "no test carries: " + ", ".join(missing)
+def problems(row: Row) -> Iterator[str]:
+    """What is wrong with a line."""
+    path = ROOT / row.path
+    names = functions(path.read_text(encoding="utf-8")) if path.is_file() else set()
+    if row.test not in names:
+        yield f"{row.subject}: {row.path} has no {row.test}"
+    if row.subject in FAULTS and not re.search(spelling(row.subject), row.test + "_"):
+        yield f"{row.test} does not carry the name of {row.subject}"
+    if row.subject in FAULTS and row.about != FAULTS[row.subject]:
+        yield f"{row.subject} belongs to {FAULTS[row.subject]}"
 
 
-def test_a_fault_without_a_test_is_noticed():
-    tree = ast.parse('def test_h02_x(): "About H-03."\ndef test_vllm_42744_and_42802_y(): pass')
-    assert set(_ids(tree)) == {"H-02", "H-03", "vllm_42744", "42802"}
+def functions(source: str) -> set[str]:
+    return {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+
+
+def spelling(fault: str) -> str:
+    """How a fault stands in a test's name."""
+    if fault.startswith("H-"):
+        return f"_h_?{fault[2:]}_"
+    if fault.startswith("probe"):
+        return f"_probe_?0?{int(fault[5:])}_"
+    return f"_{fault}_"
+
+
+def test_the_page_names_tests_that_exist_and_carry_their_faults():
+    listed = rows(PAGE.read_text(encoding="utf-8"))
+    found = [problem for row in listed for problem in problems(row)]
+    assert not found, "\n".join(found)
+
+
+def test_every_fault_and_every_requirement_has_a_line():
+    subjects = {row.subject for row in rows(PAGE.read_text(encoding="utf-8"))}
+    assert subjects == set(FAULTS) | REQUIREMENTS
+
+
+def test_a_line_of_a_test_that_is_missing_or_misnamed_is_noticed():
+    path = "tests/rules/test_faults.py"
+    misnamed = f"test_{'a_line_of_a_test_that_is_missing_or_misnamed_is_noticed'}"
+    page = f"| H-02 | stops | `{path}::{misnamed}` |\n| S1 | x | `{path}::test_none` |\n"
+    found = [problem for row in rows(page) for problem in problems(row)]
+    assert len(found) == 2
+    assert "does not carry" in found[0] and "has no test_none" in found[1]

@@ -178,7 +178,7 @@ def test_metrics_know_both_engines_whichever_replica_answers(pair):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_client_that_hangs_up_frees_everything(pair, stream):
+def test_h18_client_that_hangs_up_frees_everything(pair, stream):
     body = completion(max_tokens=8000, ignore_eos=True, stream=stream)
     url = f"{pair.url}/v1/completions"
     if stream:

@@ -19,11 +19,11 @@ def text_of(pieces, *, groups=None):
     return "".join(detokenizer.push(group) for group in cuts) + detokenizer.finish()
 
 
-def test_broken_character_before_a_space_gives_one_replacement_and_keeps_the_space():
+def test_h01_broken_character_before_a_space_gives_one_replacement_and_keeps_the_space():
     assert text_of([b"x ", b"\xe2\x82", b" "]) == "x \ufffd "
 
 
-def test_character_split_over_tokens_is_whole():
+def test_h01_character_split_over_tokens_is_whole():
     assert text_of([b"\xe2\x82", b"\xac"]) == "€"
 
 

@@ -65,7 +65,7 @@ def endless(request):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_leaves_in_the_middle_cancels_its_request(make_api, stream):
+def test_h18_client_that_leaves_in_the_middle_cancels_its_request(make_api, stream):
     api = make_api(endless)
 
     async def scenario():
