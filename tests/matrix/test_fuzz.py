@@ -1,13 +1,19 @@
 """Random parameter sets through HTTP validation and a whole engine: no 500, no hang, nothing left
-running; what is refused names a parameter, what is served is whole."""
+behind; what is refused names a parameter, what is served is whole and matches its grammar."""
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
+import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from tests.support.matrix.cells import AXES, REGEX, SCHEMA
@@ -18,6 +24,9 @@ pytestmark = pytest.mark.timeout(1200)
 
 BATCH = 50
 SETTLE_S = 10.0
+WARM = 2_000
+"""Requests after which memory is compared."""
+GROWTH_BYTES_PER_REQUEST = 4_096
 V = len(TOKENS)
 WRONG: tuple[Any, ...] = (
     -1,
@@ -112,7 +121,9 @@ def complaint(body: dict[str, Any], answer: Answer) -> str:
     """What is wrong with an answer; "" = nothing."""
     if answer.status == 200:
         reasons = {choice["finish_reason"] for choice in answer.choices}
-        return "" if answer.choices and reasons <= {"stop", "length"} else f"finished by {reasons}"
+        if not answer.choices or not reasons <= {"stop", "length"}:
+            return f"finished by {reasons}"
+        return next(filter(None, (mismatch(body, choice) for choice in answer.choices)), "")
     if answer.status != 400:
         return f"status {answer.status}"
     if not answer.error["message"] or not answer.error["param"]:
@@ -120,28 +131,80 @@ def complaint(body: dict[str, Any], answer: Answer) -> str:
     return ""
 
 
+def mismatch(body: dict[str, Any], choice: dict[str, Any]) -> str:
+    """Why a whole text does not match its grammar; "" = it does, or is cut, or has none."""
+    text = choice["text"]
+    whole = choice["finish_reason"] == "stop" and choice["stop_reason"] is None
+    if not whole or body.get("echo"):
+        return ""
+    if body.get("guided_regex"):
+        fits = re.fullmatch(body["guided_regex"], text)
+        return "" if fits else f"{text!r} does not match {body['guided_regex']!r}"
+    form = body.get("response_format") or {"type": "text"}
+    if form["type"] == "text":
+        return ""
+    schema = form["json_schema"]["schema"] if "json_schema" in form else {"type": "object"}
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError) as error:
+        return f"{text!r} does not validate: {error}"
+    return ""
+
+
+def test_a_text_against_its_grammar_is_noticed():
+    ended = {"text": "b", "finish_reason": "stop", "stop_reason": None}
+    assert "does not match" in mismatch({"guided_regex": "a"}, ended)
+    assert "does not validate" in mismatch({"response_format": json_schema(SCHEMA)}, ended)
+    assert not mismatch({"guided_regex": "b"}, ended)
+    assert not mismatch({"guided_regex": "a"}, {**ended, "finish_reason": "length"})
+
+
 @pytest.mark.parametrize(
     "count", [300, pytest.param(10_000, marks=pytest.mark.slow)], ids=["some", "ten-thousand"]
 )
 def test_random_parameters_give_an_answer_or_a_refusal(tmp_path, count, random_seed):
     dice = random.Random(random_seed)
+    before = threads_and_children()
     engine = Engine(checkpoint(tmp_path, SCRIPT), queue_depth=2)
     statuses: Counter[int] = Counter()
+    warm_bytes = 0
     try:
-        for _ in range(count // BATCH):
+        for batch in range(count // BATCH):
+            if batch * BATCH == WARM:
+                warm_bytes = resident_bytes()
             bodies = [random_body(dice) for _ in range(BATCH)]
             answers = engine.post_all(bodies)
             found = [(b, c) for b, a in zip(bodies, answers, strict=True) if (c := complaint(b, a))]
             assert not found, found[0]
             statuses.update(answer.status for answer in answers)
         assert settled(engine), engine.core.stats()
+        if count > WARM:
+            grown = resident_bytes() - warm_bytes
+            assert grown < GROWTH_BYTES_PER_REQUEST * (count - WARM), grown
     finally:
         engine.close()
+    assert threads_and_children() == before
     assert min(statuses[200], statuses[400]) > count // 10, statuses
 
 
+def threads_and_children() -> tuple[int, int]:
+    """Threads and child processes, without those that live as long as this process: pools for calls
+    and for tokenising, and what Python watches shared memory with."""
+    kept = ("asyncio_", "ThreadPoolExecutor", "AnyIO", "flare-tokenize")
+    threads = [t for t in threading.enumerate() if not t.name.startswith(kept)]
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    return len(threads), sum(b"resource_tracker" not in command for command in commands)
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is really there."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def settled(engine: Engine) -> bool:
-    """Everything that ran has ended."""
+    """Everything that ran has ended; the idle engine itself stops over a page that is held."""
     deadline = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline:
         stats = engine.core.stats()
