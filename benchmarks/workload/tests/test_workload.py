@@ -98,6 +98,7 @@ def test_arms_are_the_contracts():
         speculation_of("fixed-9")
 
 
+@pytest.mark.slow
 def test_baselines_fill_every_table(checkpoint):
     job = BaselineJob(
         checkpoint=checkpoint,

@@ -30,7 +30,7 @@ SESSIONS = 16
 NOISE = 0.25
 """Standard deviation of a request's time, relative: a busy machine."""
 GATE = 0.95
-RUNS = 30
+RUNS = 20
 ALLOWED = 1
 """False alarms in RUNS comparisons of equal runs, each of twelve rows whose intervals hold together
 with 95 %; the gate asks for 5 % below 1 besides."""
@@ -85,8 +85,8 @@ def test_ratio_and_interval_hold_the_truth():
         run = run_at({"a": 1.2, "b": 1.0}, seed=seed)
         found = ratio_between(run, "a", "b", "all", measure="total")
         covered += found.lower <= 1.2 <= found.upper
-    # 95 % of 30 is 28.5; bootstrap intervals of 32 sessions are slightly short.
-    assert covered >= 24
+    # 95 % of 20 is 19; bootstrap intervals of 32 sessions are slightly short.
+    assert covered >= 16
 
 
 def test_pairing_narrows_the_interval():
