@@ -27,7 +27,9 @@ sys.path.insert(0, str(ROOT))
 from flare_ray.config import DeploymentConfig, EngineConfig
 from flare_ray.contracts.manifest import ByteBudget
 from flare_ray.device.capacity import HEADROOM_RATIO
+from flare_ray.device.graphs.pool import SMALLEST_BYTES, PoolSizes, row_bytes
 from flare_ray.device.prepare import make_plan, resolve
+from flare_ray.device.speculation.prefill import SCORED_ROWS
 from flare_ray.device.state.layout import DTYPE_BYTES
 from flare_ray.device.weights.budget import HeldForm, rank_weight_bytes
 from flare_ray.device.weights.formats import WeightFormat
@@ -144,7 +146,7 @@ def models_text(sizes: dict[str, Any]) -> str:
         "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
         "# weights: target, drafter and their scales; tables: hashed n-gram tables, which may lie\n"
         "# in host memory; page: 64 tokens; slot: one request's state, fixed: state of none;\n"
-        "# scratch: a bound.\n"
+        "# scratch: a bound; pool: intermediates of captured programs, by the largest one's rows.\n"
     )
     return head + yaml.safe_dump(sizes, sort_keys=False, width=WIDE_LINES)
 
@@ -210,7 +212,22 @@ def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -
         "device": device,
         "dtype": dtype,
         "maxContextTokens": small.geometry.max_context_tokens,
+        "pool": _pool(small) if device == "cuda" else None,
         "ranks": {str(degree): plan for degree, plan in plans.items()},
+    }
+
+
+def _pool(plan: Any) -> dict[str, int]:
+    """Bytes by which the pool of captured graphs is estimated (device/graphs/pool.py)."""
+    width = resolve(plan.recipe.state)(plan.geometry, 1).sampling_width
+    sizes = PoolSizes(plan.geometry.vocab_size, width, columns=0)
+    logit_row, row, context_token = row_bytes(sizes)
+    return {
+        "fixed": SMALLEST_BYTES,
+        "scoredRows": SCORED_ROWS,
+        "logitRow": logit_row,
+        "row": row,
+        "contextToken": context_token,
     }
 
 

@@ -43,9 +43,15 @@ def _program_bytes(shape: GraphShape, sizes: PoolSizes) -> int:
     rows = shape.batch_capacity * shape.token_capacity
     is_prompt = shape.kind in PROMPT_KINDS
     logit_rows = max(shape.batch_capacity, min(rows, SCORED_ROWS)) if is_prompt else rows
+    per_logit_row, per_row, per_context_token = row_bytes(sizes)
     context = sizes.columns * PAGE_TOKENS
-    return 4 * (
-        logit_rows * sizes.vocab_size * LOGIT_TENSORS
-        + rows * sizes.hidden * ACTIVATION_TENSORS
-        + rows * context * CONTEXT_TENSORS
+    return logit_rows * per_logit_row + rows * (per_row + context * per_context_token)
+
+
+def row_bytes(sizes: PoolSizes) -> tuple[int, int, int]:
+    """Bytes of a row of logits, of a row's activations, and of a row's scores of one token."""
+    return (
+        4 * sizes.vocab_size * LOGIT_TENSORS,
+        4 * sizes.hidden * ACTIVATION_TENSORS,
+        4 * CONTEXT_TENSORS,
     )

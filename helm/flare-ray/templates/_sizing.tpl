@@ -72,10 +72,18 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- $pageBytes := mul (add (div (add $pool 63) 64) 1) (int64 $plan.page) -}}
 {{- $stateBytes := add (int64 $plan.fixed) (mul $slots (int64 $plan.slot)) -}}
 {{- $scratch := div (mul (int64 $plan.scratch) (max $capacity 128)) 128 -}}
+{{- $graphs := 0 -}}
+{{- if and $preset.pool (not $values.engine.eager) -}}
+{{- $p := $preset.pool -}}
+{{- $scores := add (int64 $p.row) (mul (mul (div (add $context 63) 64) 64) (int64 $p.contextToken)) -}}
+{{- $prompts := add (mul ($values.engine.prefill_tokens | default 512 | int64) $scores) (mul (int64 $p.scoredRows) (int64 $p.logitRow)) -}}
+{{- $rounds := mul (max $capacity $slots) (add $scores (int64 $p.logitRow)) -}}
+{{- $graphs = add (int64 $p.fixed) (max $prompts $rounds) -}}
+{{- end -}}
 {{- $tables := get $plan.tables $values.model.weightFormat | int64 -}}
 {{- $place := $values.engine.tables | default "device" -}}
 {{- $here := ternary $tables 0 (eq $place "device") -}}
-{{- $rank := add (int64 $weights) $here $pageBytes $stateBytes $scratch -}}
+{{- $rank := add (int64 $weights) $here $pageBytes $stateBytes $graphs $scratch -}}
 
 {{- $perNode := floor (divf (floor $values.worker.cpus) (include "flare.engineCpus" .)) | int64 -}}
 {{- $gpus := include "flare.engineGpus" . | float64 -}}
@@ -98,7 +106,7 @@ rankBytes: {{ $rank }}
 usableBytes: {{ $usable }}
 tableBytes: {{ $tables }}
 hostBytes: {{ mul (max $perNode 1) $ranks (add (sub $tables $here) (($values.engine.prefix_cache | default dict).host_bytes | default 0 | int64)) }}
-rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $here) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
+rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + graphs %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $here) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $graphs) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
 offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib" $usable) (include "flare.gib" $offered) $headroom | quote }}
 {{- end -}}
 
