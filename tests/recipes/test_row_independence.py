@@ -167,7 +167,8 @@ def test_rows_have_the_bits_of_one_plain_pass(company, how):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(1800)
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     cuts=st.lists(st.integers(1, LENGTH), min_size=1, max_size=6),
     others=st.integers(0, 3),
