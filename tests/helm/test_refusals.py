@@ -36,6 +36,7 @@ REFUSED = {
     "split that the recipe lacks": ({"tensorParallelSize": 8, "worker__gpus": 8}, "1, 2, 4 ranks"),
     "unknown preset": ({"model__preset": "glm-6"}, "this chart has deepseek-v4.1-flash, glm-"),
     "preset of another device": ({"model__preset": "glm-demo"}, "sized for cpu"),
+    "activations of another width": ({"engine__dtype": "float32"}, "is sized for bfloat16"),
     "unknown format": ({"model__weightFormat": "int3"}, "bfloat16, nvfp4"),
     "tables that the model lacks": ({"engine__tables": "host"}, "has no tables"),
     "plain experts kept packed": (

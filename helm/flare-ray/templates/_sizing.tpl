@@ -57,6 +57,10 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- if ne $preset.device $values.device -}}
 {{- fail (printf "device is %s, preset %s is sized for %s; choose another model.preset" $values.device $values.model.preset $preset.device) -}}
 {{- end -}}
+{{- $dtype := $values.engine.dtype | default "bfloat16" -}}
+{{- if ne $dtype $preset.dtype -}}
+{{- fail (printf "engine.dtype is %s, preset %s is sized for %s: change engine.dtype" $dtype $values.model.preset $preset.dtype) -}}
+{{- end -}}
 {{- $weights := get $plan.weights $values.model.weightFormat -}}
 {{- if not $weights -}}
 {{- fail (printf "model.weightFormat %q: preset %s has %s" $values.model.weightFormat $values.model.preset (keys $plan.weights | sortAlpha | join ", ")) -}}
