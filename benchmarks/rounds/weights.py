@@ -1,7 +1,8 @@
 """Random weights by published name, made on the device when a builder asks for them.
 
 Takes the place of `RankWeights`: same requests, same types, no files. Norms are one, biases and
-base offsets zero, everything else Gaussian; routed experts may come in NVFP4 or block FP8.
+base offsets zero, everything else Gaussian; routed experts may come, and then stay, in NVFP4 or
+block FP8.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from flare_ray.device.weights.budget import rank_shape
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
 from flare_ray.device.weights.formats.nvfp4 import Nvfp4Parts
+from flare_ray.device.weights.kept import Keeping
 from flare_ray.device.weights.loader import Split
+from flare_ray.device.weights.stored import StoredWeight
 from flare_ray.recipes.declaration import TensorSpec
 
 Made = TypeVar("Made")
 _ONES = ("norm.weight", "layernorm.weight")
 _ZEROS = ("A_log", "bias", "_base", "_ape", "dt_bias")
+
+
+def _packs(experts: WeightFormat) -> bool:
+    return experts is not WeightFormat.PLAIN
 
 
 class RandomWeights:
@@ -43,6 +50,7 @@ class RandomWeights:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
+        self.keeping = Keeping(self.device.type, experts="packed" if _packs(experts) else "auto")
         self._specs = {spec.name: spec for spec in specs}
         self._experts = experts
         self._made: dict[str, object] = {}
@@ -50,6 +58,10 @@ class RandomWeights:
     def spec(self, name: str) -> TensorSpec:
         """See `RankWeights.spec`."""
         return self._specs[name]
+
+    def stored(self, name: str) -> StoredWeight:
+        """See `RankWeights.stored`; without files there are no parts."""
+        return StoredWeight(self._specs[name], self.format(name), {})
 
     def has(self, name: str) -> bool:
         """Tolerated tensors are absent."""

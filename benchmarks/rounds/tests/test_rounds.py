@@ -16,11 +16,12 @@ from flare_ray.device.weights.formats import WeightFormat
 NVFP4 = WeightFormat.NVFP4_MODELOPT
 
 
+@pytest.mark.parametrize("experts", [WeightFormat.PLAIN, NVFP4], ids=lambda form: form.value)
 @torch.inference_mode()
-def test_every_part_of_a_round_runs_from_one_state():
+def test_every_part_of_a_round_runs_from_one_state(experts):
     rank = build_rank(
         small_geometry(top_k=128),
-        WeightFormat.PLAIN,
+        experts,
         slots=3,
         context=70,
         place=Placement("cpu", "float32"),

@@ -43,9 +43,9 @@ from flare_ray.device.ops.moe.triton import BLOCK, combine
 from flare_ray.device.ops.swiglu.triton import gated
 
 FEW_ROWS = 64
-"""Most rows of a pass for these kernels. With 288 experts, eight a row: 63, 427, 1,703, 3,352 us at
-1, 8, 32, 64 rows (2.5, 2.3, 3.1, 4.3 times the time of the bytes); the matrix unit's form
-(wide/triton.py) takes 138, 943, 2,545, 3,724 us and wins from 128 rows on (4,326 against 6,464)."""
+"""Most rows of a pass for these kernels. NVFP4, 288 experts, eight a row: 54, 338, 1,260, 2,411 us
+at 1, 8, 32, 64 rows (2.1, 1.8, 2.3, 3.0 times the time of the bytes); the matrix unit's form
+(wide/triton.py) takes 140, 906, 2,683, 3,681 us and wins from 128 rows on (4,350 against 4,577)."""
 
 GATE_TILE, GATE_WARPS = 1, 2
 DOWN_TILE, DOWN_WARPS = 8, 4
