@@ -106,9 +106,15 @@ FIELDS: dict[str, Any] = {
 FIELDS_OF_THE_MATRIX = {name for values in AXES.values() for v in values.values() for name in v}
 
 
+GRAMMARS = ("guided_regex", "response_format")
+
+
 def random_body(dice: random.Random) -> dict[str, Any]:
-    """A body of a few fields; one of them may be of a wrong type or null."""
-    names = dice.sample([*FIELDS], dice.randint(1, 9))
+    """A body of a few fields, half the time a grammar among them; one may be of a wrong type or
+    null."""
+    names = dice.sample([*FIELDS], dice.randint(1, 7))
+    if dice.random() < 0.5 and not set(names) & set(GRAMMARS):
+        names.append(dice.choice(GRAMMARS))
     if dice.random() < 0.9 and "unknown" in names:
         names.remove("unknown")
     body = {"prompt": "abc", "max_tokens": 12} | {name: FIELDS[name](dice) for name in names}
