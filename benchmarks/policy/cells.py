@@ -87,9 +87,9 @@ def run_trace(
         stages = [Stage(trace, lanes, rounds, first) for first in _firsts(lanes)]
         emitted = np.mean([play_fixed(stage) for stage in stages], 0)
         for table in tables:
-            if lanes > table.most_lanes:
-                continue
             for capacities in _distinct(lanes):
+                if not table.covers(lanes, capacities[0]):
+                    continue
                 if len(priced(table, lanes, capacities[0])[0]) > 1:
                     yield _cell(stages, table, capacities, emitted, objective)
 

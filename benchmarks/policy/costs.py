@@ -4,7 +4,8 @@
   row is dear while few rows share experts, cheap once most experts are read anyway, and dear again
   when arithmetic limits. Figures from the published configuration; no measurement enters it.
 - `measured`: medians of complete rounds of the demo checkpoint on a CPU.
-- `result_file`: round times of a GPU result file, where one has been written.
+- `measured_gpu`: whole rounds of GLM-5.3-Flash's layers in NVFP4 on one H200, from the result file
+  of `benchmarks.rounds`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from benchmarks.policy.traces import RECORDED
 from benchmarks.support.results import RESULTS
 from flare_ray.contracts.shapes import GraphShape, speculative_shapes
 
-GPU_RESULT = RESULTS / "rounds_glm.json"
-"""A result file with metrics.round_ns: {"B": {"W": nanoseconds}}."""
+GPU_RESULT = RESULTS / "gpu_rounds.json"
+GPU_ROUNDS = "nvfp4"
+"""Metric of that file with one row a program: batch, width, round_us."""
 
 
 class Price(Protocol):
@@ -133,11 +135,17 @@ class Banded:
 
 @dataclass(frozen=True)
 class CostTable:
-    """A price by shape, and the largest batch it holds for."""
+    """A price by shape, and the largest batch and number of rows it holds for."""
 
     name: str
     price: Price
     most_lanes: int = 256
+    most_rows: int = 2048
+
+    def covers(self, lanes: int, token_capacity: int) -> bool:
+        """Whether every program of this catalog has a price."""
+        widest = catalog(lanes, token_capacity)[-1].verify_width
+        return lanes <= self.most_lanes and lanes * widest <= self.most_rows
 
 
 def all_costs(recorded: Path = RECORDED, gpu: Path = GPU_RESULT) -> list[CostTable]:
@@ -149,9 +157,20 @@ def all_costs(recorded: Path = RECORDED, gpu: Path = GPU_RESULT) -> list[CostTab
         CostTable("cpu-demo", cpu, cpu.most_lanes),
     ]
     if gpu.is_file():
-        measured = Table(json.loads(gpu.read_text(encoding="utf-8"))["metrics"]["round_ns"])
-        tables.append(CostTable("gpu-measured", measured, measured.most_lanes))
+        tables.append(measured_gpu(gpu))
     return tables
+
+
+def measured_gpu(path: Path) -> CostTable:
+    """The rounds of a GPU result file."""
+    rows = json.loads(path.read_text(encoding="utf-8"))["metrics"][GPU_ROUNDS].values()
+    cost_ns: dict[str, dict[str, float]] = {}
+    for row in rows:
+        by_width = cost_ns.setdefault(str(row["batch"]), {})
+        by_width[str(row["width"])] = 1e3 * row["round_us"]
+    table = Table(cost_ns)
+    most_rows = max(row["batch"] * row["width"] for row in rows)
+    return CostTable("h200-measured", table, table.most_lanes, most_rows)
 
 
 def catalog(lanes: int, token_capacity: int) -> tuple[GraphShape, ...]:

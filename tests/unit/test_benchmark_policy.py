@@ -107,8 +107,22 @@ def test_table_takes_measured_batches_as_they_are_and_lies_between_them_elsewher
 def test_gpu_result_file_becomes_a_table_when_there_is_one(tmp_path):
     path = tmp_path / "rounds.json"
     assert [t.name for t in all_costs(gpu=path)] == ["glm-bytes", "banded", "cpu-demo"]
-    path.write_text(json.dumps({"metrics": {"round_ns": {"1": {"1": 5, "2": 6}}}}))
-    assert all_costs(gpu=path)[-1].most_lanes == 1
+    rows = {
+        f"b1w{width}": {"batch": 1, "width": width, "round_us": 4.0 + width} for width in (1, 2)
+    }
+    path.write_text(json.dumps({"metrics": {"nvfp4": rows}}))
+    table = all_costs(gpu=path)[-1]
+    assert [table.price(shape) for shape in catalog(1, 2)] == [5000.0, 6000.0]
+    assert table.covers(1, 2)
+    assert not table.covers(1, 3)
+    assert not table.covers(2, 2)
+
+
+def test_measured_gpu_rounds_price_the_catalog_they_were_measured_for():
+    table = all_costs()[-1]
+    assert table.name == "h200-measured"
+    assert [table.covers(lanes, 128) for lanes in (1, 8, 32, 64)] == [True, True, True, False]
+    assert not table.covers(32, 1024)
 
 
 def test_cells_are_drawn_and_summed_up():

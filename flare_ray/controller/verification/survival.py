@@ -52,10 +52,15 @@ IDLE_DECAY = 0.985
 evidence, so that a request once found hopeless is judged by the workload again."""
 RECENT_DECAY = 0.8
 """Memory of the watch for changes: about five rounds."""
+QUIET_DECAY = 0.98
+"""The same per round that offered nothing, which are a hundred between two probes."""
 SURPRISE = 5.0
 """Squared deviations of recent outcomes from their forecast, in variances, that mean a change."""
 KEPT_AFTER_CHANGE = 0.15
 """Share of the evidence that a change leaves."""
+MOST_AFTER_CHANGE = 8.0
+"""Tests of the workload that a change leaves at most: of many lanes a share alone would still
+outweigh the round that showed it."""
 _CHANCE_LIMIT = 0.995
 _INITIAL_ROWS = 16
 FEW_LANES = 4
@@ -82,18 +87,31 @@ class _Workload:
     def observe(
         self, tested: Sequence[int], passed: Sequence[int], surprise: float, variance: float
     ) -> None:
-        """Add one round's counts; depths it did not test keep their weight."""
+        """Add one round's counts.
+
+        Depths it did not test keep their weight, unless it shows that the texts have changed: what
+        deep drafts did in others tells nothing any more, and they are judged by the shallow ones.
+        """
         self._surprise = self._surprise * RECENT_DECAY + surprise
         self._variance = self._variance * RECENT_DECAY + variance
-        keep = WORKLOAD_DECAY
+        keep, changed = WORKLOAD_DECAY, False
         if self._surprise**2 > SURPRISE * self._variance + 1.0:
-            keep = KEPT_AFTER_CHANGE
+            keep, changed = KEPT_AFTER_CHANGE, True
             self._surprise = self._variance = 0.0
         for depth, count in enumerate(tested):
-            if count:
-                self._tested[depth] = self._tested[depth] * keep + count
-                self._passed[depth] = self._passed[depth] * keep + passed[depth]
+            if count or changed:
+                share = keep
+                if changed:
+                    share = min(keep, MOST_AFTER_CHANGE / max(self._tested[depth], 1.0))
+                self._tested[depth] = self._tested[depth] * share + count
+                self._passed[depth] = self._passed[depth] * share + passed[depth]
         self.chances = self._chances()
+
+    def quiet(self) -> None:
+        """A round tested nothing: what the last tests were surprised by fades, or a single probe
+        could never tell a change from the noise of others long ago."""
+        self._surprise *= QUIET_DECAY
+        self._variance *= QUIET_DECAY
 
     def _chances(self) -> Floats:
         chances = []
@@ -235,6 +253,7 @@ class _SourceTable:
 
     def fade_few(self, rows: Sequence[int]) -> None:
         """As `fade`, for few requests."""
+        self.workload.quiet()
         self._store_few(
             [
                 (
@@ -282,6 +301,7 @@ class _SourceTable:
 
     def fade(self, rows: Ints) -> None:
         """Requests that offered nothing remember a little less."""
+        self.workload.quiet()
         self._store(rows, self._tested[rows] * IDLE_DECAY, self._passed[rows] * IDLE_DECAY)
 
     def _store(self, rows: Ints, tested: Floats, passed: Floats) -> None:
