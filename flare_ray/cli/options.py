@@ -58,6 +58,7 @@ SETTINGS: dict[str, str] = {
     "grammar_cache_bytes": "grammar.cache_bytes",
     "mtp_draft_tokens": "speculation.draft_tokens",
     "widths": "speculation.widths",
+    "packed_rows": "speculation.packed_rows",
     "token_capacity": "speculation.token_capacity",
     "fixed_width": "speculation.fixed_width",
     "objective": "speculation.objective",
@@ -209,6 +210,7 @@ class EngineOptions:
         int | None, _setting("fixed_width", note="Implies --no-mtp-adaptive-verification.")
     ] = None
     widths: Annotated[Any, _setting("widths", parser=parse_widths)] = None
+    packed_rows: Annotated[Any, _setting("packed_rows", parser=parse_widths)] = None
     token_capacity: Annotated[int | None, _setting("token_capacity")] = None
     no_mtp: Annotated[bool, _switch("--no-mtp", "Prepare no drafter: ordinary programs only.")] = (
         False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flare_ray.contracts.shapes import GraphShape
 from flare_ray.controller.verification.log import Chosen, Observed, Opened, read_log, replay
 from flare_ray.controller.verification.policy import Decision
 from flare_ray.errors import ConfigError
@@ -84,7 +85,7 @@ def _compared(decision: Decision) -> list[str]:
         mark = "<- chosen" if shape == decision.shape else ""
         mark += " (best)" if value / price == best else ""
         lines.append(
-            f"  {shape.verify_width:5d}  {value:15.3f}  {price / 1e6:8.3f}  "
+            f"  {_program(shape):>5}  {value:15.3f}  {price / 1e6:8.3f}  "
             f"{value / price * 1e9:15.1f}{pace}  {mark}".rstrip()
         )
     lines.append(
@@ -92,6 +93,12 @@ def _compared(decision: Decision) -> list[str]:
         f"{decision.probe_ns / 1e6:.3f} ms, expected regret {decision.regret_ns / 1e6:.3f} ms"
     )
     return lines
+
+
+def _program(shape: GraphShape) -> str:
+    """Its width, and of a packed one its rows."""
+    packed = shape.packed_capacity
+    return f"{shape.verify_width}/{packed}" if packed else str(shape.verify_width)
 
 
 def _lanes(chosen: Chosen) -> list[str]:

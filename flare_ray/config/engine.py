@@ -33,6 +33,12 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
     token_capacity: int = Field(
         128, ge=1, le=4096, description="Largest B * W (rows) of a wide round (contract: G1)."
     )
+    packed_rows: tuple[int, ...] = Field(
+        (),
+        description="Besides rectangular rounds prepare packed ones, whose lanes share this many "
+        "rows each on average, assigned every round by the drafter's forecasts (contract: C4); "
+        "increasing, from 2 on. For drafters that forecast; () = none.",
+    )
     policy: Literal["adaptive", "fixed"] = Field(
         "adaptive", description="How a round's width is chosen among the prepared ones."
     )
@@ -81,6 +87,11 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
                     f"the largest width must be draft_tokens + 1 = {self.draft_tokens + 1}, got "
                     f"{widths[-1]}; change widths or draft_tokens"
                 )
+        packed = list(self.packed_rows)
+        if packed != sorted(set(packed)) or (packed and packed[0] < 2):
+            raise ValueError(f"packed_rows must increase, from 2 on, got {packed}")
+        if packed and self.policy == "fixed":
+            raise ValueError("packed_rows are chosen by policy: adaptive; drop them or the policy")
         if (self.inter_token_slo_ms is not None) != (self.objective == "slo"):
             raise ValueError(
                 f"objective {self.objective} with inter_token_slo_ms {self.inter_token_slo_ms}: "

@@ -62,6 +62,11 @@ class GraphShape(msgspec.Struct, frozen=True, kw_only=True):
     masked: bool = False
 
     @property
+    def rows(self) -> int:
+        """Target rows of a round's program, all lanes together."""
+        return self.packed_capacity or self.batch_capacity * self.verify_width
+
+    @property
     def has_barrier(self) -> bool:
         """Whether the program stops between drafts and verification until the host has written the
         masks behind each draft (contract: G5); without drafts the masks come with the plan."""
@@ -104,6 +109,31 @@ def speculative_shapes(
         for batch in batch_capacities(concurrency)
         for width in widths
         if width == 1 or batch * width <= token_capacity
+    )
+
+
+def packed_shapes(
+    concurrency: int, width: int, token_capacity: int, rows: Sequence[int]
+) -> tuple[GraphShape, ...]:
+    """Rounds whose lanes share rows (contract: G3): P = so many rows a lane on average.
+
+    Args:
+        width: W, the widest of the rectangular rounds; drafts are W - 1.
+        token_capacity: largest P.
+        rows: rows a lane, each below `width`.
+    """
+    return tuple(
+        GraphShape(
+            kind=GraphKind.SPECULATIVE,
+            batch_capacity=batch,
+            token_capacity=width,
+            draft_tokens=width - 1,
+            verify_width=width,
+            packed_capacity=batch * share,
+        )
+        for batch in batch_capacities(concurrency)
+        for share in rows
+        if batch * share <= token_capacity
     )
 
 

@@ -39,13 +39,13 @@ class ServedCatalog:
         return self.rounds[-1].batch_capacity
 
     def candidates(self, lanes: int, *, masked: bool = False) -> tuple[GraphShape, ...]:
-        """For each width the smallest program that holds `lanes` (1 .. max_lanes), width one
-        first."""
-        by_width: dict[int, GraphShape] = {}
+        """For each width, and each packing of it, the smallest program that holds `lanes` (1 ..
+        max_lanes): width one first, then by width and rows."""
+        smallest: dict[tuple[int, int], GraphShape] = {}
         for shape in self.masked if masked else self.rounds:
             if shape.batch_capacity >= lanes:
-                by_width.setdefault(shape.verify_width, shape)
-        return tuple(by_width[width] for width in sorted(by_width))
+                smallest.setdefault((shape.verify_width, shape.rows // shape.batch_capacity), shape)
+        return tuple(smallest[key] for key in sorted(smallest))
 
 
 def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedCatalog:
@@ -60,8 +60,15 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
     speculation = _serves_speculative(manifest, config)
     kind = GraphKind.SPECULATIVE if speculation else GraphKind.DECODE
     widths = _widths(manifest, config, kind)
-    prepared = [s for s in manifest.shapes if s.kind is kind and s.verify_width in widths]
-    prepared.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width))
+    packed = _packed_rows(manifest, config)
+    prepared = [
+        shape
+        for shape in manifest.shapes
+        if shape.kind is kind
+        and shape.verify_width in widths
+        and (not shape.packed_capacity or shape.rows // shape.batch_capacity in packed)
+    ]
+    prepared.sort(key=lambda shape: (shape.batch_capacity, shape.verify_width, shape.rows))
     rounds = [shape for shape in prepared if not shape.masked]
     masked = tuple(
         shape
@@ -104,6 +111,18 @@ def _serves_speculative(manifest: PreparedManifest, config: EngineConfig) -> boo
         has_ordinary = any(shape.kind is GraphKind.DECODE for shape in manifest.shapes)
         return manifest.speculation and not has_ordinary
     return manifest.speculation
+
+
+def _packed_rows(manifest: PreparedManifest, config: EngineConfig) -> set[int]:
+    """Rows a lane of the packed rounds to serve with."""
+    wanted = set(config.speculation.packed_rows)
+    prepared = {s.rows // s.batch_capacity for s in manifest.shapes if s.packed_capacity}
+    if not wanted <= prepared:
+        raise ConfigError(
+            f"speculation.packed_rows: {sorted(wanted - prepared)} were not prepared; prepared are "
+            f"{sorted(prepared)}"
+        )
+    return wanted
 
 
 def _widths(manifest: PreparedManifest, config: EngineConfig, kind: GraphKind) -> set[int]:

@@ -277,7 +277,25 @@ def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) 
         resume=config.prefix_cache.enabled,
         block=recipe.speculation.block,
         masked=config.grammar.enabled,
+        packed=_packed(config, recipe) if speculative else (),
     )
+
+
+def _packed(config: EngineConfig, recipe: Recipe) -> tuple[int, ...]:
+    """Rows a lane of packed rounds; refused where nobody forecasts, or beyond the widest round."""
+    rows = config.speculation.packed_rows
+    if rows and not recipe.speculation.forecasts:
+        raise ConfigError(
+            f"speculation.packed_rows: the drafter of {recipe.name} forecasts nothing that rows "
+            "could be assigned by; leave it out"
+        )
+    widest = _widths(config, recipe)[-1]
+    if rows and rows[-1] >= widest:
+        raise ConfigError(
+            f"speculation.packed_rows: {rows[-1]} rows a lane are no fewer than those of the "
+            f"widest round, {widest}; give smaller ones"
+        )
+    return rows
 
 
 def _refuse_drafts(config: EngineConfig) -> None:
@@ -286,6 +304,7 @@ def _refuse_drafts(config: EngineConfig) -> None:
         "draft_tokens": settings.draft_tokens or 0,
         "widths": (settings.widths or (1,))[-1] - 1,
         "fixed_width": (settings.fixed_width or 1) - 1,
+        "packed_rows": len(settings.packed_rows),
     }
     for name, drafts in asked.items():
         if drafts:

@@ -28,9 +28,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from flare_ray.contracts.shapes import GraphShape
+from flare_ray.controller.verification.capacity import ConfidenceGain, packed_expected
 from flare_ray.controller.verification.cost import CostTable, Price
 from flare_ray.controller.verification.exploration import ExplorationAccount, Prober, loss_ns
-from flare_ray.controller.verification.policy import Cohort, CompletedRound, Decision, Reason
+from flare_ray.controller.verification.policy import (
+    Cohort,
+    CohortLane,
+    CompletedRound,
+    Decision,
+    Reason,
+)
 from flare_ray.controller.verification.survival import Floats, SurvivalEstimator
 from flare_ray.errors import ContractViolation
 
@@ -79,6 +86,7 @@ class AdaptivePolicy:
     ) -> None:
         self.survival = SurvivalEstimator()
         self.cost = CostTable(measured_ns)
+        self.confidence = ConfidenceGain()
         self.account = ExplorationAccount()
         self._objective = objective
         self._target_ns = inter_token_ns
@@ -129,7 +137,7 @@ class AdaptivePolicy:
         return Decision(
             shape=candidates[place].shape,
             reason=reason,
-            expected_emitted=float(expected[:, candidates[place].shape.verify_width - 1].sum()),
+            expected_emitted=float(self._lane_tokens(expected, candidates[place].shape).sum()),
             expected_ns=prices[place],
             account_ns=self.account.balance_ns,
             probe_ns=lost,
@@ -147,6 +155,8 @@ class AdaptivePolicy:
         estimate_ns = self.cost.prices_ns([program])[0]
         self._switching.observe(cost_ns / estimate_ns - 1.0, switched=program is not self._previous)
         self._previous = program
+        if shape.packed_capacity:
+            self._learn_confidence(record)
         self.survival.observe(record.lanes, record.sources)
         self.cost.observe(shape, cost_ns)
         gain_ns = 0.0
@@ -159,6 +169,16 @@ class AdaptivePolicy:
                 narrow_ns = self.cost.prices_ns([self._narrowest])[0]
                 gain_ns = emitted / alive * narrow_ns - cost_ns
         self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns)
+
+    def _learn_confidence(self, record: CompletedRound) -> None:
+        """Compare a packed round with what survival expected of its living lanes."""
+        alive = [lane for lane in record.lanes if lane.emitted]
+        if alive:
+            lanes = tuple(CohortLane(lane.uid, record.shape.draft_tokens) for lane in alive)
+            expected = packed_expected(self.survival.expected_of(lanes), record.shape)
+            emitted = sum(lane.emitted - 1 for lane in alive)
+            drafted = float(expected.sum()) - len(alive)
+            self.confidence.observe(record.shape, drafted=drafted, emitted=emitted)
 
     def forget(self, uid: int) -> None:
         """Drop what was learnt of one request; the workload keeps it."""
@@ -174,14 +194,39 @@ class AdaptivePolicy:
         return known[1]
 
     def _values(self, expected: Floats, candidates: Sequence[Price]) -> list[float]:
-        lanes = len(expected)
+        joined = self._joined(expected)
+        return [
+            self._joined(self._packed(expected, price.shape)[:, None])[0]
+            if price.shape.packed_capacity
+            else joined[price.shape.verify_width - 1]
+            for price in candidates
+        ]
+
+    def _joined(self, tokens: Floats) -> list[float]:
+        """Lanes joined as the objective says, for every column of [lanes, n]."""
+        lanes = len(tokens)
         if lanes == 1:
-            joined = expected[0].tolist()
+            joined = tokens[0]
         elif self._objective == "latency":
-            joined = (lanes * lanes / (1.0 / expected).sum(0)).tolist()
+            joined = lanes * lanes / (1.0 / tokens).sum(0)
         else:
-            joined = (lanes * np.exp(np.log(expected).sum(0) / lanes)).tolist()
-        return [joined[price.shape.verify_width - 1] for price in candidates]
+            joined = lanes * np.exp(np.log(tokens).mean(0))
+        found: list[float] = joined.tolist()
+        return found
+
+    def _packed(self, expected: Floats, shape: GraphShape) -> Floats:
+        """[lanes]: what each emits in a packed round, what confidence gains included."""
+        drafted = packed_expected(expected, shape) - 1.0
+        tokens: Floats = 1.0 + np.minimum(
+            drafted * self.confidence.of(shape), expected[:, shape.draft_tokens] - 1.0
+        )
+        return tokens
+
+    def _lane_tokens(self, expected: Floats, shape: GraphShape) -> Floats:
+        if shape.packed_capacity:
+            return self._packed(expected, shape)
+        tokens: Floats = expected[:, shape.verify_width - 1]
+        return tokens
 
     def _held_to_target(
         self,
@@ -192,8 +237,7 @@ class AdaptivePolicy:
     ) -> list[float]:
         """Values under "slo": the slowest lane's tokens where a program misses the target, made
         negligible if another one keeps it."""
-        slowest = expected.min(0).tolist()
-        tokens = [slowest[price.shape.verify_width - 1] for price in candidates]
+        tokens = self._slowest(expected, candidates)
         kept = [ns <= self._target_ns * n for ns, n in zip(prices, tokens, strict=True)]
         share = MISSED_SHARE if any(kept) else 1.0
         return [
@@ -206,11 +250,12 @@ class AdaptivePolicy:
     ) -> tuple[float, ...]:
         if not self._target_ns:
             return ()
-        slowest = expected.min(0).tolist()
-        return tuple(
-            ns / slowest[price.shape.verify_width - 1]
-            for price, ns in zip(candidates, prices, strict=True)
-        )
+        slowest = self._slowest(expected, candidates)
+        return tuple(ns / tokens for ns, tokens in zip(prices, slowest, strict=True))
+
+    def _slowest(self, expected: Floats, candidates: Sequence[Price]) -> list[float]:
+        """Expected tokens of the slowest lane, by candidate."""
+        return [float(self._lane_tokens(expected, price.shape).min()) for price in candidates]
 
     def _keep(
         self,
@@ -270,6 +315,6 @@ def _useful(cohort: Cohort, catalog: Sequence[GraphShape]) -> int:
     most = max([lane.ceiling for lane in cohort.lanes])
     if catalog[-1].verify_width > most:
         for count, shape in enumerate(catalog, start=1):
-            if shape.verify_width > most:
+            if shape.verify_width > most and not shape.packed_capacity:
                 return count
     return len(catalog)

@@ -225,9 +225,9 @@ def _clipped(error: float) -> float:
 
 def _hold_above_narrower(candidates: Sequence[Price], prices: list[float]) -> None:
     """Of programs not trusted; one disturbed sample cannot price them out of being measured."""
-    floor, narrower = 0.0, 0
+    floor = narrower = 0.0
     for place, price in enumerate(candidates):
-        width = price.shape.verify_width
+        width = _rows(price.shape)
         if price.is_trusted:
             floor, narrower = prices[place], width
         elif narrower:
@@ -245,11 +245,11 @@ def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
     """
     distance = min(abs(p.shape.batch_capacity - shape.batch_capacity) for p in known)
     near = sorted(
-        (price.shape.verify_width, price.relative)
+        (_rows(price.shape), price.relative)
         for price in known
         if abs(price.shape.batch_capacity - shape.batch_capacity) == distance
     )
-    width = shape.verify_width
+    width = _rows(shape)
     below = [entry for entry in near if entry[0] <= width]
     above = [entry for entry in near if entry[0] > width]
     if below and below[-1][0] == width:
@@ -259,9 +259,14 @@ def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
         return cost * _assumed(width) / _assumed(nearest)
     pair = (below[-1:] + above[:1]) if below and above else (below[-2:] or above[:2])
     (low, low_cost), (high, high_cost) = pair[0], pair[-1]
-    slope = max(high_cost - low_cost, 0.0) / max(high - low, 1)
+    slope = max(high_cost - low_cost, 0.0) / max(high - low, 1.0)
     return max(low_cost + slope * (width - low), 0.1 * low_cost)
 
 
-def _assumed(width: int) -> float:
+def _rows(shape: GraphShape) -> float:
+    """Target rows a lane: its width, or what a packed round has for each on average."""
+    return shape.rows / shape.batch_capacity
+
+
+def _assumed(width: float) -> float:
     return 1.0 + ROW_SHARE * (width - 1)

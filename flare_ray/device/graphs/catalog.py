@@ -16,6 +16,7 @@ from flare_ray.contracts.shapes import (
     GraphShape,
     decode_shapes,
     masked_shapes,
+    packed_shapes,
     prefill_shapes,
     resume_shapes,
     scored_shape,
@@ -50,6 +51,7 @@ class CatalogOptions:
         resume: prepare programs that go on from a snapshot.
         block: wide rounds draft the maximum whatever they verify.
         masked: prepare a masked entry beside every round (contract: G2).
+        packed: rows a lane of the packed rounds to prepare besides (contract: G3); never masked.
     """
 
     concurrency: int
@@ -61,6 +63,7 @@ class CatalogOptions:
     resume: bool = False
     block: bool = False
     masked: bool = False
+    packed: tuple[int, ...] = ()
 
 
 def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
@@ -74,6 +77,10 @@ def catalog_shapes(options: CatalogOptions) -> tuple[GraphShape, ...]:
         shapes += decode_shapes(options.concurrency)
     if options.masked:
         shapes += masked_shapes(shapes)
+    if options.speculative and options.packed:
+        shapes += packed_shapes(
+            options.concurrency, options.widths[-1], options.token_capacity, options.packed
+        )
     families = [True] * options.speculative + [False] * options.ordinary
     for speculation in families:
         shapes += prefill_shapes(

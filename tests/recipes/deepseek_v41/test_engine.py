@@ -9,6 +9,8 @@ import pytest
 from flare_ray.actors.inprocess import start_inprocess
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
+from flare_ray.controller.verification.log import Chosen, read_log
+from flare_ray.errors import ConfigError
 from tests.actors.test_core import Consumer
 from tests.support.deepseek_tiny import write_served
 
@@ -79,3 +81,25 @@ def test_drafting_in_blocks_changes_no_greedy_text(folder, plain, depth, specula
 def test_widths_between_verify_a_prefix_of_the_whole_block(folder, plain):
     speculation = {"widths": [1, 3, 8], "policy": "fixed", "fixed_width": 3}
     assert generated(folder, speculation=speculation) == plain
+
+
+def test_packed_rounds_chosen_by_the_policy_change_no_greedy_text(folder, plain, tmp_path):
+    log = tmp_path / "decisions.jsonl"
+    speculation = {"packed_rows": [2, 4], "decision_log": str(log)}
+    assert generated(folder, speculation=speculation) == plain
+    offered = {
+        entry.decision.shape.packed_capacity for entry in read_log(log) if isinstance(entry, Chosen)
+    }
+    compared = {
+        shape.packed_capacity
+        for entry in read_log(log)
+        if isinstance(entry, Chosen)
+        for shape in entry.decision.candidates
+    }
+    assert compared >= {0, 2, 4, 8}, "packings of one and of two lanes were candidates"
+    assert offered - {0}, "some packed round ran"
+
+
+def test_packed_rows_beyond_the_widest_round_are_refused_by_name(folder):
+    with pytest.raises(ConfigError, match="packed_rows"):
+        generated(folder, speculation={"packed_rows": [8]})
