@@ -65,9 +65,9 @@ def price_ns(shape: GraphShape) -> float:
 
 
 def assigned(forecasts: Floats, capacity: int) -> Ints:
-    """[lanes] drafts: rows beyond one a lane go to the largest joint forecasts [lanes, 7]."""
+    """[lanes] drafts: rows beyond one a lane go to the largest products of forecasts [lanes, 7]."""
     free = capacity - len(forecasts)
-    order = np.argsort(-forecasts, axis=None, kind="stable")[:free]
+    order = np.argsort(-forecasts.cumprod(1), axis=None, kind="stable")[:free]
     counts: Ints = np.bincount(order // DEPTHS, minlength=len(forecasts))
     return counts
 
@@ -108,11 +108,9 @@ class PackedWorld:
             classes = stage.classes.take(place)
             drafts = np.full(self.lanes, shape.verify_width - 1)
             if shape.packed_capacity:
-                blurred = odds[classes] + CONFIDENCE_BLUR * rng.standard_normal(
-                    (self.lanes, DEPTHS)
-                )
-                joint: Floats = np.cumprod(1.0 / (1.0 + np.exp(-blurred)), 1)
-                drafts = assigned(joint, shape.packed_capacity)
+                blur = CONFIDENCE_BLUR * rng.standard_normal((self.lanes, DEPTHS))
+                forecasts = 1.0 / (1.0 + np.exp(-odds[classes] - blur))
+                drafts = assigned(forecasts, shape.packed_capacity)
             accepted = np.minimum(stage.accepted[0].take(place), drafts)
             run.emitted += float(stage.expected[classes, drafts].sum())
             run.price_ns += price_ns(shape)
