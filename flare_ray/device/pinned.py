@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -12,19 +15,23 @@ def host_rows(rows: int, columns: int, *, dtype: torch.dtype, device: torch.devi
     """[rows, columns] in host memory, undefined; page-locked where `device` is CUDA.
 
     The memory is registered instead of taken from torch's allocator of page-locked memory, which
-    rounds up to a power of two: 47 GiB would take 64. It stays locked until the process ends.
+    rounds up to a power of two: 47 GiB would take 64. It has pages of its own, since no page may
+    be registered twice, and is let go with the tensor.
 
     Raises:
         CapacityError: the system does not lock so much.
     """
-    made = torch.empty((rows, columns), dtype=dtype)
     if device.type != "cuda":
-        return made
-    num_bytes = made.numel() * made.element_size()
-    result = int(torch.cuda.cudart().cudaHostRegister(made.data_ptr(), num_bytes, 0))
+        return torch.empty((rows, columns), dtype=dtype)
+    num_bytes = rows * columns * dtype.itemsize
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+    address, runtime = made.data_ptr(), torch.cuda.cudart()
+    result = int(runtime.cudaHostRegister(address, num_bytes, 0))
     if result:
         raise CapacityError(
             f"{num_bytes} bytes of host memory could not be locked for CUDA (error {result}); "
             "raise the limit of locked memory (ulimit -l), free host memory, or set tables: device"
         )
-    return made
+    weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
+    return made.view(dtype).view(rows, columns)
