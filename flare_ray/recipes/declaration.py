@@ -51,6 +51,8 @@ class TensorSpec:
         table: rows of an embedding table that programs look up by number; it may lie off the device
             (contract: M8).
         wide: held in float32 whatever the engine's type.
+        shared_scale: name of the one scale of a table whose parts are stored in FP8; the table's
+            other parts name the same. "" = none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class TensorSpec:
     shard_sizes: tuple[int, ...] = ()
     table: bool = False
     wide: bool = False
+    shared_scale: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,22 +26,25 @@ def table_rows(reader: RankReader[Any], names: Sequence[str]) -> TableRows:
     """
     weights = reader.weights
     parts = [weights.mapped_rows(name, split=reader.split(ROWS)) for name in names]
-    values = [part for part, _ in parts]
-    exponents = [part for _, part in parts if part is not None]
+    values = [part.values for part in parts]
+    exponents = [part.exponents for part in parts if part.exponents is not None]
+    (scale,) = {part.scale for part in parts}
     if len({part.dtype for part in values}) > 1:
         raise CheckpointError(f"{names[0]} and its other shards are stored in different types")
     place, device, dtype = weights.keeping.tables, weights.device, weights.dtype
     if place == "disk":
-        stored = StoredRows(values, exponents)
+        stored = StoredRows(values, exponents, scale)
         return HostRows(RowGather(stored, dtype=dtype, device=device))
     if place == "host":
         held = StoredRows(
-            *([_joined_on_host(kind, device)] if kind else [] for kind in (values, exponents))
+            *([_joined_on_host(kind, device)] if kind else [] for kind in (values, exponents)),
+            scale,
         )
         return HostRows(RowGather(held, dtype=dtype, device=device))
-    if exponents:
+    if values[0].dtype is torch.float8_e4m3fn:
         kept = _joined(values, values[0].dtype, device)
-        return Fp8Rows(kept, _joined(exponents, torch.uint8, device), dtype)
+        powers = _joined(exponents, torch.uint8, device) if exponents else None
+        return Fp8Rows(kept, powers, scale, dtype)
     return PlainRows(_joined(values, dtype, device))
 
 

@@ -38,8 +38,17 @@ def test_packed_rows_equal_those_on_the_device():
     numbers = torch.randint(0, ROWS, (96,), device=CUDA)
     stored = StoredRows([locked(values)], [locked(exponents)])
     there = HostRows(RowGather(stored, dtype=torch.bfloat16, device=CUDA))
-    here = Fp8Rows(values.cuda(), exponents.cuda(), torch.bfloat16)
+    here = Fp8Rows(values.cuda(), exponents.cuda(), 1.0, torch.bfloat16)
     assert torch.equal(there.take(numbers), here.take(numbers))
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+def test_packed_rows_with_one_scale_equal_those_on_the_device(given):
+    values = torch.randn(ROWS, WIDTH).to(torch.float8_e4m3fn)
+    numbers = torch.randint(0, ROWS, (96,), device=CUDA)
+    there = RowGather(StoredRows([locked(values)], scale=0.0371), dtype=given, device=CUDA)
+    here = Fp8Rows(values.cuda(), None, 0.0371, given)
+    assert torch.equal(there(numbers), here.take(numbers))
 
 
 def test_captured_programs_read_the_numbers_of_each_replay():

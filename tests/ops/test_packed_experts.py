@@ -147,6 +147,13 @@ def test_packed_rows_are_scaled_group_by_group():
     assert torch.equal(gather(numbers).double(), (table.double() * scales)[numbers])
 
 
+def test_rows_with_one_scale_are_multiplied_by_it():
+    table = torch.randn(18, 64).to(torch.float8_e4m3fn)
+    gather = RowGather(StoredRows(table.chunk(2), scale=0.0371), dtype=torch.float32, device=CPU)
+    numbers = torch.randint(0, 18, (50,))
+    assert torch.equal(gather(numbers), (table.float() * 0.0371)[numbers])
+
+
 def test_parts_of_unequal_length_are_refused():
     parts = (torch.zeros(3, 8), torch.zeros(4, 8))
     with pytest.raises(ContractViolation, match="differ"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flare_ray.config import EngineConfig
 from flare_ray.device.parallel.groups import run_ranks
@@ -85,10 +86,63 @@ def test_what_is_kept_how_changes_no_bit(folders, model, size):
             assert all(map(torch.equal, rank, before)), keeping
 
 
+TABLE_SCALE = torch.tensor(0.0371, dtype=torch.bfloat16)
+
+
+def with_tables(folder: Path, origin: Path, *, packed: bool) -> Path:
+    """A checkpoint whose tables are FP8 with one scale, as it is or dequantised."""
+    tensors = load_file(origin / "model.safetensors")
+    for name in [name for name in tensors if "ngram_embedding" in name]:
+        rows = (tensors[name].float() / TABLE_SCALE.float()).to(torch.float8_e4m3fn)
+        tensors[name] = rows if packed else rows.float() * TABLE_SCALE.float()
+        if packed:
+            tensors[f"{name.partition('.shard_')[0]}.weight_scale"] = TABLE_SCALE
+    folder.mkdir()
+    (folder / "config.json").write_text((origin / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("place", ["device", "host", "disk"])
+def test_a_table_in_fp8_with_one_scale_reads_like_its_dequantised_rows(
+    folders, tmp_path, place, size
+):
+    def run(packed, where):
+        folder = with_tables(tmp_path / str(packed), folders["qwen"], packed=packed)
+        keeping = Keeping("cpu", tables=where)
+        if size == 1:
+            return [outputs(folder, keeping)]
+        return run_ranks(size, lambda comm: outputs(folder, keeping, comm))
+
+    for kept, plain in zip(run(True, place), run(False, "device"), strict=True):
+        assert all(map(torch.equal, kept, plain))
+
+
+def test_a_table_in_fp8_takes_a_byte_an_entry(folders, tmp_path):
+    packed, plain = (
+        plan_engine(config_of(with_tables(tmp_path / str(packed), folders["qwen"], packed=packed)))
+        for packed in (True, False)
+    )
+    entries = sum(
+        tensor.numel()
+        for name, tensor in load_file(tmp_path / "True" / "model.safetensors").items()
+        if ".shard_" in name
+    )
+    assert plain.budget.weights_bytes - packed.budget.weights_bytes == 3 * entries
+
+
+def test_a_table_in_fp8_without_its_scale_is_refused(folders, tmp_path):
+    folder = with_tables(tmp_path / "true", folders["qwen"], packed=True)
+    tensors = load_file(folder / "model.safetensors")
+    lonely = {name: value for name, value in tensors.items() if not name.endswith("g.weight_scale")}
+    save_file(lonely, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="ngram_embedding"):
+        RecipeDriver(folder, keeping=Keeping("cpu"))
+
+
 def test_another_row_of_a_table_shows(folders, tmp_path):
     """Negative control: the table of another checkpoint gives other logits."""
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folders["qwen"] / "model.safetensors")
     for name, value in tensors.items():
         if "ngram_embedding" in name:
@@ -141,8 +195,6 @@ def test_models_without_tables_or_packed_experts_refuse_to_keep_them(tmp_path):
 
 
 def test_a_scale_that_no_weight_has_is_refused(folders, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folders["deepseek"] / "model.safetensors")
     name = "layers.2.ffn.experts.1.w3.scale"
     bytes_of = tensors[name].view(torch.uint8).clone()

@@ -40,24 +40,28 @@ class PlainRows:
 
 @dataclass(slots=True)
 class Fp8Rows:
-    """Rows in E4M3, one scale per group of their channels; dequantised when they are read.
+    """Rows in E4M3, dequantised when they are read.
 
     Attributes:
         weight: [N, D] float8_e4m3fn.
-        scale: [N, D / group] uint8, biased exponents of powers of two.
+        exponents: [N, D / group] uint8, biased, of the scales of groups of channels; None = there
+            are none.
+        scale: of the whole table.
         dtype: of what is handed out.
     """
 
     weight: Tensor
-    scale: Tensor
+    exponents: Tensor | None
+    scale: float
     dtype: torch.dtype
 
     def take(self, numbers: Tensor) -> Tensor:
         """See `TableRows`."""
         # index_select knows no one-byte floats
         packed = self.weight.view(torch.uint8).index_select(0, numbers)
-        exponents = self.scale.index_select(0, numbers)
-        return scaled(packed.view(torch.float8_e4m3fn), exponents, dtype=self.dtype)
+        values = packed.view(torch.float8_e4m3fn)
+        exponents = None if self.exponents is None else self.exponents.index_select(0, numbers)
+        return scaled(values, exponents, self.scale, dtype=self.dtype)
 
 
 @dataclass(slots=True)

@@ -102,6 +102,8 @@ def format_bytes(
     count = math.prod(shape)
     if format is WeightFormat.PLAIN:
         return count * element_bytes
+    if format is WeightFormat.FP8_TENSOR:
+        return count
     rows, columns = shape
     if format is WeightFormat.FP8_BLOCK:
         return count + scale_bytes * -(-rows // block[0]) * -(-columns // block[1])

@@ -43,6 +43,22 @@ class Split:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class MappedRows:
+    """Rows of a table as stored: views of a file's mapped pages, which are read when rows are.
+
+    Attributes:
+        values: [N, D], plain or float8_e4m3fn.
+        exponents: [N, groups] uint8, biased exponents of the scales of runs of channels; None =
+            there are none.
+        scale: of all values.
+    """
+
+    values: Tensor
+    exponents: Tensor | None = None
+    scale: float = 1.0
+
+
 class RankWeights:
     """Reads a rank's tensors by name (contract: R5).
 
@@ -196,28 +212,28 @@ class RankWeights:
         weight, ranges = self._ask(name, split)
         return self._parts(weight, ranges, own=True)
 
-    def mapped_rows(self, name: str, *, split: Split | None = None) -> tuple[Tensor, Tensor | None]:
-        """Rows of a table as stored, and the exponents of their scales: views of the file's mapped
-        pages, which are read when rows are.
+    def mapped_rows(self, name: str, *, split: Split | None = None) -> MappedRows:
+        """Rows of a table as stored.
 
-        Returns:
-            [N, D] plain or float8_e4m3fn, and [N, groups] uint8 biased exponents, None where plain.
         Raises:
-            CheckpointError: it is quantised otherwise than in FP8 with scales within one row.
+            CheckpointError: it is quantised otherwise than in FP8 with scales within one row, or
+                with one for the whole table.
             ContractViolation: as `tensor`.
         """
         weight, ranges = self._ask(name, split)
         rows, columns = ranges
         values = self._read(weight.parts["weight"], ranges)
         if weight.format is WeightFormat.PLAIN:
-            return values, None
+            return MappedRows(values)
+        if weight.format is WeightFormat.FP8_TENSOR:
+            return MappedRows(values, scale=float(self._scale(weight.parts["scale"])))
         if weight.block[0] != 1 or weight.scale_bytes != 1:
             raise CheckpointError(
                 f"{name} is stored as {weight.format} with scales over several rows; expected FP8 "
                 "with exponents per 32 channels of one row"
             )
         scale = self._read(weight.parts["scale"], (rows, _shrunk(columns, weight.block[1])))
-        return values, scale.view(torch.uint8)
+        return MappedRows(values, scale.view(torch.uint8))
 
     def assert_all_used(self, family: Family) -> None:
         """Check that the builder asked for everything its family requires.
@@ -258,6 +274,8 @@ class RankWeights:
         """Parts on the device. Not `own`: for dequantisation at once, so without the activations'
         scale and, on the CPU, without leaving the file's mapped pages."""
         parts = weight.parts
+        if weight.format is WeightFormat.FP8_TENSOR:
+            raise ContractViolation(f"{weight.spec.name} is a table; read it as mapped_rows")
         if weight.format is WeightFormat.FP8_BLOCK:
             covering = tuple(
                 (start // edge, -(-stop // edge))

@@ -145,7 +145,7 @@ def _match(
     known: set[str] = set()
     for spec in specs:
         if spec.family not in families:
-            known.update(related_names(spec.name))
+            known.update((*related_names(spec.name), spec.shared_scale))
             continue
         found = resolve(spec, index.tensors, declaration.block)
         problems += found.problems

@@ -37,6 +37,8 @@ SKIP_KEYS = (
 )
 DROPPED_COMPONENT = "language_model"
 EVERY_LINEAR = "Linear"
+MIXED_KINDS = {"FP8": "fp8_tensor"}
+"""Kinds that only a declaration per layer may name: tables have them, linears do not."""
 MODELOPT_KINDS = {
     **dict.fromkeys(("NVFP4", "W4A16_NVFP4", "NVFP4_W4A16", "NVFP4A16"), "nvfp4"),
     **dict.fromkeys(("FP8_PB_WO", "FP8_BLOCK_SCALES", "FP8_PB_REAL"), "fp8_block"),
@@ -93,7 +95,7 @@ class Declaration:
 
     Attributes:
         method: its quant_method; "" for an unquantised checkpoint.
-        kinds: weight kinds it declares, "fp8_block", "mxfp4" and "nvfp4".
+        kinds: weight kinds it declares, "fp8_block", "fp8_tensor", "mxfp4" and "nvfp4".
         mixed: it declares kinds per layer (rule 4).
         block: rows and columns of an FP8 block.
         skipped: modules it leaves unquantised.
@@ -213,13 +215,14 @@ def _read_modelopt(config: Mapping[str, Any]) -> tuple[_Declared, list[str]]:
     for module, layer in _object(config.get("quantized_layers")).items():
         name = str(_object(layer).get("quant_algo") or "").upper()
         layers.setdefault(name, []).append(module)
-    unknown = sorted(layers.keys() - MODELOPT_KINDS.keys())
+    known = MODELOPT_KINDS | MIXED_KINDS
+    unknown = sorted(layers.keys() - known.keys())
     problems = [
         f"quantized_layers declares {name or 'nothing'} for {len(layers[name])} modules "
         f"({layers[name][0]} ...), which is not supported"
         for name in unknown
     ]
-    kinds = {MODELOPT_KINDS[name] for name in layers.keys() - set(unknown)}
+    kinds = {known[name] for name in layers.keys() - set(unknown)}
     return _Declared(frozenset(kinds), mixed=True), problems
 
 

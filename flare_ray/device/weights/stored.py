@@ -13,10 +13,12 @@ whole name before the suffix):
     FP8 and MXFP4 with power-of-two scales
                       m.weight F8_E4M3 [N, K] and m.scale F8_E8M0 per block, or per 32 inputs of one
                       row; m.weight I8 [N, K / 2] and m.scale F8_E8M0 [N, K / 32]
+    FP8 table         m.weight F8_E4M3 [N, D], and one scalar F32 or BF16 named by the spec
+                      (`TensorSpec.shared_scale`), the same for every part of the table
     plain             m.weight BF16, F16 or F32 (I64 where the spec says so), and none of these
                       companions
-The same under other names, per-tensor FP8, packed integers and compressed block scales are refused
-by name.
+The same under other names, other per-tensor FP8, packed integers and compressed block scales are
+refused by name.
 """
 
 from __future__ import annotations
@@ -147,6 +149,9 @@ class _Finder:
         if self._power_scale() is not None:
             by_powers = self._mxfp4 if plain.dtype == "I8" else self._fp8_powers
             return self._quantised(by_powers, plain)
+        shared = self.tensors.get(self.spec.shared_scale)
+        if shared is not None:
+            return self._fp8_table(plain, shared)
         if plain.dtype == "U8" or self._get("_scale_2") is not None:
             return self._quantised(self._modelopt_nvfp4, plain)
         if plain.dtype.startswith("F8") or self._get("_scale_inv") is not None:
@@ -243,6 +248,13 @@ class _Finder:
         else:
             parts["scale"] = self._check(scale, ("F32", "BF16"), (self._block_grid(),))
         return StoredWeight(self.spec, WeightFormat.FP8_BLOCK, parts, self.block)
+
+    def _fp8_table(self, weight: StoredTensor, scale: StoredTensor) -> StoredWeight:
+        parts = {
+            "weight": self._check(weight, ("F8_E4M3",), (self.spec.shape,)),
+            "scale": self._check(scale, ("F32", "BF16"), SCALAR_SHAPES),
+        }
+        return StoredWeight(self.spec, WeightFormat.FP8_TENSOR, parts)
 
     def _fp8_powers(self, weight: StoredTensor) -> StoredWeight | None:
         """FP8 with exponents per block, or per group of one row's inputs."""

@@ -182,6 +182,7 @@ def _ngram(geometry: Geometry, layer: int) -> Iterator[TensorSpec]:
     ):
         yield TensorSpec(f"{hashing}{name}", (size,), "target", integer=True)
     shard = (ngram.padded_rows[layer] // ngram.shards, ngram.embed // ngram.all_heads)
+    scale = f"{hashing}ngram_embedding.weight_scale"
     for number in range(ngram.shards):
         name = f"{hashing}ngram_embedding.shard_{number}.weight"
-        yield TensorSpec(name, shard, "target", shard_dim=ROWS, table=True)
+        yield TensorSpec(name, shard, "target", shard_dim=ROWS, table=True, shared_scale=scale)

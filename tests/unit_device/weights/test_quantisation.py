@@ -100,13 +100,19 @@ def test_mixed_modelopt_map_names_what_is_not_supported():
             "a.q_proj": {"quant_algo": "MXFP8"},
             "a.o_proj": {"quant_algo": "MXFP8"},
             "b": {"quant_algo": "FP8_PB_WO"},
+            "c.table": {"quant_algo": "FP8"},
         },
     }
     declaration, problems = read_declaration(config)
     assert declaration.mixed
-    assert declaration.kinds == {"nvfp4", "fp8_block"}
+    assert declaration.kinds == {"nvfp4", "fp8_block", "fp8_tensor"}
     assert len(problems) == 1
     assert "MXFP8 for 2 modules (a.q_proj ...)" in problems[0]
+
+
+def test_fp8_with_one_scale_is_refused_for_a_whole_model():
+    _declaration, problems = read_declaration({"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert problems == ("quantization_config: quant_algo FP8 is not supported",)
 
 
 WEIGHTS = CONFIGS["compressed"]["config_groups"]["group_0"]["weights"]

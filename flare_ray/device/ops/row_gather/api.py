@@ -23,11 +23,13 @@ class StoredRows:
     Attributes:
         values: [n, D] each, all of one type: bfloat16, float16, float32 or float8_e4m3fn.
         exponents: of float8 values: [n, groups] uint8 each, biased exponents of the scales of
-            equal runs of channels; () = values have no scales.
+            equal runs of channels; () = there are none.
+        scale: of all values; other than 1.0 of float8 ones alone.
     """
 
     values: Sequence[Tensor]
     exponents: Sequence[Tensor] = ()
+    scale: float = 1.0
 
 
 class RowGather:
@@ -61,13 +63,12 @@ class RowGather:
         if self._device.type == "cuda":
             from flare_ray.device.ops.row_gather import triton
 
-            exponents = self._stored.exponents[0] if self._stored.exponents else None
-            return triton.gather(self._stored.values[0], exponents, numbers, dtype=self._dtype)
-        values = self._copied(self._stored.values, self._addresses, numbers)
-        if not self._stored.exponents:
-            return values.to(self._dtype)
-        exponents = self._copied(self._stored.exponents, self._scale_addresses, numbers)
-        return scaled(values, exponents, dtype=self._dtype)
+            return triton.gather(self._stored, numbers, dtype=self._dtype)
+        stored, exponents = self._stored, None
+        values = self._copied(stored.values, self._addresses, numbers)
+        if stored.exponents:
+            exponents = self._copied(stored.exponents, self._scale_addresses, numbers)
+        return scaled(values, exponents, stored.scale, dtype=self._dtype)
 
     def _copied(self, parts: Sequence[Tensor], addresses: Tensor, numbers: Tensor) -> Tensor:
         from flare_ray.device.ops.row_gather import numba
@@ -75,8 +76,13 @@ class RowGather:
         return numba.gather(addresses, numbers, rows=parts[0].shape[0], like=parts[0])
 
 
-def scaled(values: Tensor, exponents: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Rows [R, D] float8_e4m3fn times 2^(exponents [R, groups] uint8 - 127), in `dtype`."""
-    scales = (exponents.to(torch.int32) << 23).view(torch.float32).unsqueeze(-1)
-    grouped = values.to(torch.float32).unflatten(-1, (exponents.shape[1], -1))
-    return (grouped * scales).flatten(-2).to(dtype)
+def scaled(values: Tensor, exponents: Tensor | None, scale: float, *, dtype: torch.dtype) -> Tensor:
+    """Rows [R, D] times 2^(exponents [R, groups] uint8 - 127) where there are any, times `scale`.
+
+    The products are float32 ones, rounded once more where `dtype` is narrower.
+    """
+    if exponents is not None:
+        powers = (exponents.to(torch.int32) << 23).view(torch.float32).unsqueeze(-1)
+        grouped = values.to(torch.float32).unflatten(-1, (exponents.shape[1], -1))
+        values = (grouped * powers).flatten(-2)
+    return (values if scale == 1.0 else values.to(torch.float32) * scale).to(dtype)

@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flare_ray.device.ops.row_gather.api import StoredRows
+
 
 @triton.jit
 def _gather(
-    values, exponents, numbers, out, width, group, PACKED: tl.constexpr, SIZE: tl.constexpr
+    values, exponents, numbers, out, scale, width, group, PACKED: tl.constexpr, SIZE: tl.constexpr
 ):
     """values [N, width]; exponents [N, width / group] of packed ones; out [R, width]."""
     row = tl.program_id(0).to(tl.int64)
@@ -26,19 +28,19 @@ def _gather(
         at = number * (width // group) + place // group
         exponent = tl.load(exponents + at, mask=inside, other=0).to(tl.int32)
         value = value * (exponent << 23).to(tl.float32, bitcast=True)
+    value = value * scale
     tl.store(out + row * width + place, value.to(out.dtype.element_ty), mask=inside)
 
 
-def gather(
-    values: Tensor, exponents: Tensor | None, numbers: Tensor, *, dtype: torch.dtype
-) -> Tensor:
+def gather(stored: StoredRows, numbers: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Rows [R, D] of `dtype` on the numbers' device.
 
     Args:
-        values: [N, D] page-locked, plain or float8_e4m3fn.
-        exponents: [N, groups] uint8 page-locked, of the scales; None = there are none.
+        stored: page-locked, in one part.
         numbers: [R] int64.
     """
+    values = stored.values[0]
+    exponents = stored.exponents[0] if stored.exponents else None
     count, width = numbers.shape[0], values.shape[1]
     out = torch.empty((count, width), dtype=dtype, device=numbers.device)
     packed = exponents is not None
@@ -47,6 +49,7 @@ def gather(
         values if exponents is None else exponents,
         numbers.contiguous(),
         out,
+        stored.scale,
         width,
         width if exponents is None else width // exponents.shape[1],
         PACKED=packed,

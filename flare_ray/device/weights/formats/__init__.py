@@ -20,8 +20,10 @@ class WeightFormat(enum.StrEnum):
     NVFP4_MODELOPT = "nvfp4_modelopt"
     NVFP4_COMPRESSED = "nvfp4_compressed_tensors"
     MXFP4 = "mxfp4"
+    FP8_TENSOR = "fp8_tensor"
+    """Rows of a table in E4M3, one scale for all of it: `TensorSpec.shared_scale`."""
 
     @property
     def kind(self) -> str:
-        """What a configuration declares: "plain", "fp8_block", "mxfp4" or "nvfp4"."""
+        """What a configuration declares: "plain", "fp8_block", "fp8_tensor", "mxfp4" or "nvfp4"."""
         return "nvfp4" if self.value.startswith("nvfp4") else self.value
