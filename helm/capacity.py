@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flare_ray.device.prepare import SNAPSHOTS_PER_SLOT
+
 MIB, GIB = 1 << 20, 1 << 30
 GPUS = {"H200 141 GB": 139.0, "H100 80 GB": 79.0}
 """GiB that a process finds free: measured on the H200, the data sheet's less 1 GiB for the H100."""
@@ -31,7 +33,8 @@ GiB = 2^30 bytes.
 ```
 rank bytes = weights                               by model, format and ranks
            + tables                                hashed n-gram tables; 0 with `tables: host`
-           + fixed + concurrency x slot            recurrent state, columns, rings, snapshots
+           + fixed + concurrency x slot            recurrent state, columns, rings
+           + snapshots x snapshot                  kept prefixes: {snapshots} a slot or device_bytes
            + (page_pool_tokens / 64 + 1) x page    context of all requests, the same on every rank
            + graphs                                pool of programs: prefill_tokens x context
            + scratch                               buffers of the largest program
@@ -81,7 +84,14 @@ def capacity_text(models: dict[str, Any]) -> str:
     """The page."""
     headroom = models["headroomPercent"]
     lines = [
-        HEAD.format(headroom=headroom, slots=SLOTS, pool=POOL_TOKENS, context=CONTEXT, chunk=CHUNK)
+        HEAD.format(
+            headroom=headroom,
+            slots=SLOTS,
+            pool=POOL_TOKENS,
+            context=CONTEXT,
+            chunk=CHUNK,
+            snapshots=SNAPSHOTS_PER_SLOT,
+        )
     ]
     lines += [
         "| Model | Format | Tables | GPU | Ranks | Weights | Tables | State | Pages | Graphs | Sum "
@@ -111,7 +121,7 @@ def _cells(
 ) -> Iterator[str]:
     weights, tables = plan["weights"][format_name], plan["tables"][format_name]
     here = 0 if place == "host" else tables
-    state = plan["fixed"] + SLOTS * plan["slot"]
+    state = plan["fixed"] + SLOTS * _slot_bytes(plan)
     pages = (POOL_TOKENS // PAGE_TOKENS + 1) * plan["page"]
     graphs = plan["graphs"]
     fixed = weights + here + state + graphs + plan["scratch"]
@@ -138,11 +148,17 @@ def _example(models: dict[str, Any]) -> Callable[[tuple[str, str, str, int]], st
             f"- **{name}, {format_name}, {ranks} x H200**: weights {weights} + tables {here} + "
             f"state {state} + pages {pages} + graphs {graphs} = {total} of {room} GiB a rank."
             f"{host} A page of {PAGE_TOKENS} tokens is {plan['page'] / MIB:.2f} MiB and a slot "
-            f"{plan['slot'] / MIB:,.0f} MiB, so the rest holds {tokens} tokens of context: for "
-            f"{SLOTS} requests at a time, the whole of {min(most, SLOTS)} of the longest."
+            f"{_slot_bytes(plan) / MIB:,.0f} MiB with its snapshots, so the rest holds {tokens} "
+            f"tokens of context: for {SLOTS} requests at a time, the whole of {min(most, SLOTS)} "
+            "of the longest."
         )
 
     return text
+
+
+def _slot_bytes(plan: dict[str, Any]) -> int:
+    """A slot and the snapshots that come with it."""
+    return plan["slot"] + SNAPSHOTS_PER_SLOT * plan["snapshot"]
 
 
 def _graphs(pool: dict[str, int]) -> int:

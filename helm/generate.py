@@ -25,10 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flare_ray.config import DeploymentConfig, EngineConfig
-from flare_ray.contracts.manifest import ByteBudget
+from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.device.capacity import HEADROOM_RATIO
 from flare_ray.device.graphs.pool import SMALLEST_BYTES, PoolSizes, row_bytes
-from flare_ray.device.prepare import make_plan, resolve
+from flare_ray.device.prepare import SNAPSHOTS_PER_SLOT, make_plan, resolve
 from flare_ray.device.speculation.prefill import SCORED_ROWS
 from flare_ray.device.state.layout import DTYPE_BYTES
 from flare_ray.device.weights.budget import HeldForm, rank_weight_bytes
@@ -146,6 +146,7 @@ def models_text(sizes: dict[str, Any]) -> str:
         "# Written by helm/generate.py from the recipes' shapes; bytes are of one rank.\n"
         "# weights: target, drafter and their scales; tables: hashed n-gram tables, which may lie\n"
         "# in host memory; page: 64 tokens; slot: one request's state, fixed: state of none;\n"
+        "# snapshot: a kept prefix beside its pages, eight a slot or by device_bytes;\n"
         "# scratch: a bound; pool: intermediates of captured programs, by the largest one's rows.\n"
     )
     return head + yaml.safe_dump(sizes, sort_keys=False, width=WIDE_LINES)
@@ -162,6 +163,7 @@ def models() -> dict[str, Any]:
     demo = _preset(DEMO, device="cpu", dtype="float32", formats={"float32": None})
     return {
         "headroomPercent": round(HEADROOM_RATIO * 100),
+        "snapshotsPerSlot": SNAPSHOTS_PER_SLOT,
         "presets": {**large, "glm-demo": demo},
     }
 
@@ -205,7 +207,7 @@ def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -
         plans[degree] = {
             "weights": {name: weights for name, (weights, _) in held.items()},
             "tables": {name: tables for name, (_, tables) in held.items()},
-            **_state(small.manifest.budget, larger.manifest.budget, small.manifest.num_pages),
+            **_state(small.manifest, larger.manifest),
         }
     return {
         "recipe": recipe,
@@ -248,14 +250,19 @@ def _plan(folder: Path, degree: int, device: str, dtype: str, *, concurrency: in
     )
 
 
-def _state(small: ByteBudget, larger: ByteBudget, pages: int) -> dict[str, int]:
+def _state(small: PreparedManifest, larger: PreparedManifest) -> dict[str, int]:
     """State is affine in slots: null slot, publication and the like are its constant part."""
-    slot = -(-(larger.state_bytes - small.state_bytes) // (SCRATCH_CONCURRENCY - 1))
+    one, many = (
+        plan.budget.state_bytes - plan.snapshot_rows * plan.snapshot_row_bytes
+        for plan in (small, larger)
+    )
+    slot = -(-(many - one) // (SCRATCH_CONCURRENCY - 1))
     return {
         "slot": slot,
-        "fixed": max(0, small.state_bytes - slot),
-        "page": -(-small.page_bytes // pages),
-        "scratch": larger.scratch_bytes,
+        "snapshot": small.snapshot_row_bytes,
+        "fixed": max(0, one - slot),
+        "page": -(-small.budget.page_bytes // small.num_pages),
+        "scratch": larger.budget.scratch_bytes,
     }
 
 

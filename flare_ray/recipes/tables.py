@@ -37,7 +37,8 @@ def table_rows(reader: RankReader[Any], names: Sequence[str]) -> TableRows:
         return HostRows(RowGather(stored, dtype=dtype, device=device))
     if place == "host":
         held = StoredRows(
-            *([_joined_on_host(kind, device)] if kind else [] for kind in (values, exponents)),
+            [_joined_on_host(values, device)],
+            [_joined_on_host(exponents, device)] if exponents else [],
             scale,
         )
         return HostRows(RowGather(held, dtype=dtype, device=device))

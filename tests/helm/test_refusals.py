@@ -52,6 +52,10 @@ REFUSED = {
         {"engine__prefix_cache": {"host_bytes": 1 << 40}},
         "lock 4096.0 GiB of host memory",
     ),
+    "snapshots below one": (
+        {"engine__prefix_cache": {"device_bytes": 1000}},
+        "one snapshot takes 36995072",
+    ),
     "context beyond the model": ({"engine__context_tokens": 2097152}, "holds 1048576"),
     "shm": ({"worker__shm": "200Gi"}, "more than half"),
     # Weights and secrets.

@@ -155,10 +155,16 @@ def test_serve_config_has_the_outer_settings_of_the_gpu_deployment_file():
 
 
 @pytest.mark.parametrize(
-    ("name", "config", "ranks", "context"),
-    [("glm-4gpu", glm, 2, 131072), ("qwen-4gpu", qwen, 4, 131072), ("qwen-4gpu", qwen, 1, 8192)],
+    ("name", "config", "ranks", "context", "cache"),
+    [
+        ("glm-4gpu", glm, 2, 131072, {}),
+        ("glm-4gpu", glm, 2, 131072, {"enabled": False}),
+        ("glm-4gpu", glm, 2, 131072, {"device_bytes": 50 << 30}),
+        ("qwen-4gpu", qwen, 4, 131072, {}),
+        ("qwen-4gpu", qwen, 1, 8192, {"enabled": False, "host_bytes": 1 << 30}),
+    ],
 )
-def test_sum_of_bytes_is_what_plan_says(tmp_path, name, config, ranks, context):
+def test_sum_of_bytes_is_what_plan_says(tmp_path, name, config, ranks, context, cache):
     """The chart computes in templates what `flare-ray plan` computes from shapes."""
     values = changed(
         read_values(name),
@@ -167,6 +173,7 @@ def test_sum_of_bytes_is_what_plan_says(tmp_path, name, config, ranks, context):
         worker__gpuMemoryGiB=1000,
         engine__concurrency=12,
         engine__context_tokens=context,
+        engine__prefix_cache=cache,
     )
     notes = render(values)["flare-ray/templates/NOTES.txt"]
     told = float(notes.split(" GiB a rank")[0].rsplit("= ", 1)[1])

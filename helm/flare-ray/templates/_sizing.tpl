@@ -74,7 +74,18 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- $pool := $values.engine.page_pool_tokens | default (mul $slots $context) | int64 -}}
 {{- $capacity := ($values.engine.speculation | default dict).token_capacity | default 128 | int64 -}}
 {{- $pageBytes := mul (add (div (add $pool 63) 64) 1) (int64 $plan.page) -}}
-{{- $stateBytes := add (int64 $plan.fixed) (mul $slots (int64 $plan.slot)) -}}
+{{- $cache := $values.engine.prefix_cache | default dict -}}
+{{- $cached := dig "enabled" true $cache -}}
+{{- $snapshots := mul $slots (int64 (.Files.Get "files/models.yaml" | fromYaml).snapshotsPerSlot) -}}
+{{- if not (kindIs "invalid" $cache.device_bytes) -}}
+{{- $snapshots = div (int64 $cache.device_bytes) (int64 $plan.snapshot) -}}
+{{- if and $cached (eq (int64 $snapshots) 0) -}}
+{{- fail (printf "engine.prefix_cache.device_bytes is %d, one snapshot takes %d: raise it or set engine.prefix_cache.enabled: false" (int64 $cache.device_bytes) (int64 $plan.snapshot)) -}}
+{{- end -}}
+{{- end -}}
+{{- /* Slots count a publication row each, of a snapshot's size; without a cache there are none. */ -}}
+{{- $kept := mul (ternary $snapshots (sub -1 $slots) $cached) (int64 $plan.snapshot) -}}
+{{- $stateBytes := add (int64 $plan.fixed) (mul $slots (int64 $plan.slot)) $kept -}}
 {{- $scratch := div (mul (int64 $plan.scratch) (max $capacity 128)) 128 -}}
 {{- $graphs := 0 -}}
 {{- if and $preset.pool (not $values.engine.eager) -}}
@@ -109,7 +120,7 @@ nodes: {{ ceil (divf $values.replicas (max $perNode 1)) | int64 }}
 rankBytes: {{ $rank }}
 usableBytes: {{ $usable }}
 tableBytes: {{ $tables }}
-hostBytes: {{ mul (max $perNode 1) $ranks (add (sub $tables $here) (($values.engine.prefix_cache | default dict).host_bytes | default 0 | int64)) }}
+hostBytes: {{ mul (max $perNode 1) $ranks (add (sub $tables $here) (ternary ($cache.host_bytes | default 0 | int64) 0 $cached)) }}
 rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + graphs %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $here) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $graphs) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
 offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib" $usable) (include "flare.gib" $offered) $headroom | quote }}
 {{- end -}}
