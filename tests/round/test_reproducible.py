@@ -35,7 +35,7 @@ def alone(sampling: Sampling, *, budget: int = BUDGET) -> list[int]:
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("schedules", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedules", [30, pytest.param(1000, marks=pytest.mark.slow)])
 def test_random_schedules_give_one_text(schedules):
     """Widths, ceilings, chunks, lanes, slots, neighbours of either mode; four texts a schedule.
 

@@ -1,5 +1,6 @@
 """The Jinja template against the Python renderer, and its own rules."""
 
+import functools
 import json
 
 import jinja2
@@ -16,7 +17,8 @@ CALLS = [
 TRIMS = [True, False]
 
 
-def rendered(messages, *, trim=True, **variables):
+@functools.cache
+def compiled(trim):
     """The template in an environment set up as transformers does."""
 
     def fail(message):
@@ -28,7 +30,11 @@ def rendered(messages, *, trim=True, **variables):
     environment = ImmutableSandboxedEnvironment(trim_blocks=trim, lstrip_blocks=trim)
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = fail
-    return environment.from_string(chat_template()).render(messages=messages, **variables)
+    return environment.from_string(chat_template())
+
+
+def rendered(messages, *, trim=True, **variables):
+    return compiled(trim).render(messages=messages, **variables)
 
 
 @pytest.mark.parametrize("trim", TRIMS)
