@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,9 +105,22 @@ def _expand(node: Any, definitions: dict[str, Any]) -> Any:
             "type": "object",
             "additionalProperties": False,
             "properties": properties,
+            "required": [key for key, value in properties.items() if _is_needed(value)],
             **expanded,
         }
     return expanded
+
+
+def _is_needed(schema: dict[str, Any]) -> bool:
+    """Whether the chart cannot do without: a section, or a value that may not be empty.
+
+    Helm takes a value that is set to null out of the defaults; without this the templates would
+    meet its absence.
+    """
+    if "properties" in schema:
+        return True
+    check = jsonschema.Draft202012Validator(schema)
+    return not any(check.is_valid(empty) for empty in (None, "", [], {}))
 
 
 def _config_schema(section: str, omitted: list[str], definitions: dict[str, Any]) -> dict[str, Any]:

@@ -58,7 +58,27 @@ REFUSED = {
     ),
     "context beyond the model": ({"engine__context_tokens": 2097152}, "holds 1048576"),
     "shm": ({"worker__shm": "200Gi"}, "more than half"),
+    "shm of the head": ({"head__shm": "9Gi"}, "head.shm 9Gi is more than half"),
+    "shm of HTTP nodes": ({"httpWorkers__shm": "5Gi"}, "httpWorkers.shm 5Gi"),
+    "pool below one context": ({"engine__page_pool_tokens": 64}, "below context_tokens"),
+    "pool beyond counting": ({"engine__page_pool_tokens": 10**18}, "no GPU holds"),
+    "part of a GPU": ({"engineDeployment__gpus_per_rank": 0.25}, "takes one GPU"),
+    "no GPU": ({"engineDeployment__gpus_per_rank": 0}, "takes one GPU"),
+    "counts that YAML would round": ({"replicas": 10**6}, "/replicas"),
+    "seconds beyond KubeRay's": ({"longestGenerationSeconds": 3 * 10**9}, "/longestGeneration"),
+    "section without values": ({"worker": None}, "missing property 'worker'"),
+    "settings without values": ({"engine": None}, "missing property 'engine'"),
+    "count without value": ({"replicas": None}, "missing property 'replicas'"),
+    "memory without value": ({"head__memory": None}, "missing property 'memory'"),
     # Weights and secrets.
+    "volume over the system's": ({"weights__mountPath": "/dev/shm"}, "mountPath"),
+    "volume that ends in a slash": ({"weights__mountPath": "/models/"}, "mountPath"),
+    "secret that no object can be": ({"apiKeys__existingSecret": "a, b"}, "existingSecret"),
+    "two sources of keys": (
+        {"apiKeys__existingSecret": "a", "apiKeys__file": "keys: []"},
+        "not both",
+    ),
+    "key for a service without": ({"tests__apiKey__existingSecret": "a"}, "asks for no keys"),
     "claim that is not named": ({"weights__source": "existingClaim"}, "set weights.existingClaim"),
     "claim that is not used": ({"weights__existingClaim": "x"}, "weights.source is claim"),
     "folder that is not named": ({"weights__source": "hostPath"}, "set weights.hostPath"),
@@ -126,6 +146,13 @@ REFUSED = {
     "ingress without TLS": ({"ingress__enabled": True, "ingress__host": "x"}, "plain text"),
     "ingress without host": ({"ingress__enabled": True}, "set ingress.host"),
     "two ways in": ({"ingress__enabled": True, "gateway__enabled": True}, "choose one"),
+    "gateway without TLS": (
+        {"gateway": {"enabled": True, "name": "public"}},
+        "name the HTTPS listener",
+    ),
+    "Ray's port": ({"http__port": 8265}, "Ray's own"),
+    "all nodes away": ({"podDisruptionBudget__maxUnavailable": 1}, "of 1 node(s)"),
+    "model's name in quotes": ({"model__name": 'a"b'}, "/model/name"),
     "gateway without name": ({"gateway__enabled": True}, "set gateway.name"),
 }
 
@@ -185,6 +212,11 @@ def test_chart_refuses_a_name_that_kuberay_would(name):
         ({"worker__gpus": 1}, "set worker.gpus to 0"),
         ({"engineDeployment__gpus_per_rank": 1}, "gpus_per_rank"),
         ({"worker__memory": "1Gi", "worker__shm": "512Mi"}, "does not fit"),
+        (
+            {"engine__prefix_cache": {"host_bytes": 1 << 40}, "engine__page_pool_tokens": 65536}
+            | {"engine__concurrency": 4},
+            "lower host_bytes",
+        ),
     ],
 )
 def test_chart_refuses_for_cpu(changes, said):

@@ -327,6 +327,76 @@ def test_selectors_find_the_pods_they_are_for():
     assert selected(monitor["spec"]["selector"]) == set(labels)
 
 
+@pytest.mark.parametrize(
+    ("changes", "least"),
+    [
+        ({}, 6),
+        ({"podDisruptionBudget__maxUnavailable": 1}, 2),
+        ({"autoscaler": {"enabled": True, "minNodes": 2, "maxNodes": 5}}, 10),
+    ],
+)
+def test_budgets_count_what_must_stay_since_no_scale_can_be_asked(changes, least):
+    """Kubernetes finds no scale of a RayCluster: `maxUnavailable` would never let a pod go."""
+    values = changed(named("glm-2gpu"), replicas=3, **changes)
+    head, engines = of_kind(objects(values), "PodDisruptionBudget")
+    assert "maxUnavailable" not in {**head["spec"], **engines["spec"]}
+    assert (head["spec"]["minAvailable"], engines["spec"]["minAvailable"]) == (2, least)
+
+
+def test_names_of_digits_stay_text():
+    values = changed(
+        named("everything"),
+        apiKeys__existingSecret="123",
+        auth__existingSecret="1",
+        ingress__tlsSecret="2",
+        weights__fetch__token={"existingSecret": "3"},
+        gcsFaultTolerance__existingSecret="4",
+        image__pullSecrets=["5"],
+        head__priorityClassName="6",
+        worker__runtimeClassName="7",
+        weights__claim__storageClassName="8",
+        ingress__className="9",
+    )
+    found = objects(values)
+    assert [text for item in found for text in problems(item, KUBERNETES_VERSIONS[1])] == []
+
+
+@pytest.mark.parametrize("given", [{"file": "keys: []\n"}, {"existingSecret": "team-keys"}])
+def test_notes_warn_only_where_no_key_is_asked_for(given):
+    path = "flare-ray/templates/NOTES.txt"
+    assert "no API keys" in render(named("glm-4gpu"))[path]
+    assert "no API keys" not in render(changed(named("glm-4gpu"), apiKeys=given))[path]
+
+
+def test_file_of_api_keys_makes_the_secret_that_pods_mount():
+    values = changed(named("glm-4gpu"), apiKeys__file="keys: []\n")
+    found = objects(values)
+    [secret] = of_kind(found, "Secret")
+    assert secret["stringData"] == {"keys.yaml": "keys: []\n"}
+    [service] = of_kind(found, "RayService")
+    volumes = pod_templates(service)["engines"]["spec"]["volumes"]
+    [volume] = [item for item in volumes if item["name"] == "api-keys"]
+    assert volume["secret"]["secretName"] == secret["metadata"]["name"]
+    ingress = serve_document(values)["applications"][0]["args"]["ingress"]
+    assert ingress["keys_file"] == "/etc/flare-ray/keys/keys.yaml"
+
+
+def test_helm_test_asks_with_a_key_or_expects_the_refusal():
+    def container(**changes):
+        [pod] = of_kind(objects(changed(named("glm-4gpu"), **changes)), "Pod")
+        [only] = pod["spec"]["containers"]
+        return only["args"][0], {item["name"] for item in only["env"]}
+
+    script, names = container()
+    assert ("Bearer" in script, "401" in script, "KEY" in names) == (False, False, False)
+    script, names = container(apiKeys__existingSecret="keys")
+    assert ("completions" in script, "401" in script, "KEY" in names) == (False, True, False)
+    script, names = container(
+        apiKeys__existingSecret="keys", tests__apiKey__existingSecret="probe-key"
+    )
+    assert (script.count("Bearer $KEY"), "401" in script, "KEY" in names) == (2, False, True)
+
+
 def test_notes_tell_the_gpus_an_upgrade_needs():
     notes = render(changed(named("glm-2gpu"), replicas=3))["flare-ray/templates/NOTES.txt"]
     assert "6 more GPU(s)" in notes

@@ -29,6 +29,9 @@
 {{- if gt $gpus (float64 $v.worker.gpus) -}}
 {{- fail (printf "one engine needs %g GPUs on one node (STRICT_PACK), worker.gpus is %d: raise worker.gpus or lower tensorParallelSize" $gpus (int64 $v.worker.gpus)) -}}
 {{- end -}}
+{{- if and (eq $v.device "cuda") (ne $gpus (float64 $v.tensorParallelSize)) -}}
+{{- fail (printf "engineDeployment.gpus_per_rank is %g: a rank on cuda takes one GPU, by which its bytes are counted; set it to 1" (float64 $v.engineDeployment.gpus_per_rank)) -}}
+{{- end -}}
 {{- if lt (int64 $sizing.enginesPerNode) 1 -}}
 {{- fail (printf "one engine needs %g CPUs on one node, worker.cpus is %g: raise worker.cpus or lower engineDeployment.cpus_per_rank" $cpus (float64 $v.worker.cpus)) -}}
 {{- end -}}
@@ -41,8 +44,15 @@
 {{- if gt $wanted $capacity -}}
 {{- fail (printf "httpReplicas.max_replicas is %d, beside the engines there are CPUs for %d: raise worker.cpus or httpWorkers.replicas, or lower max_replicas" $wanted $capacity) -}}
 {{- end -}}
-{{- if gt (include "flare.bytes" $v.worker.shm | int64) (div (include "flare.bytes" $v.worker.memory | int64) 2) -}}
-{{- fail (printf "worker.shm %s is more than half of worker.memory %s, and counts towards it" $v.worker.shm $v.worker.memory) -}}
+{{- range $name, $pod := dict "head" $v.head "worker" $v.worker "httpWorkers" $v.httpWorkers -}}
+{{- if gt (include "flare.bytes" $pod.shm | int64) (div (include "flare.bytes" $pod.memory | int64) 2) -}}
+{{- fail (printf "%s.shm %s is more than half of %s.memory %s, and counts towards it" $name $pod.shm $name $pod.memory) -}}
+{{- end -}}
+{{- end -}}
+{{- $away := int64 $v.podDisruptionBudget.maxUnavailable -}}
+{{- $always := include "flare.leastNodes" . | int64 -}}
+{{- if and $v.podDisruptionBudget.enabled (gt $away 0) (ge $away $always) -}}
+{{- fail (printf "podDisruptionBudget.maxUnavailable is %d of %d node(s): lower it, or set podDisruptionBudget.enabled: false" $away $always) -}}
 {{- end -}}
 {{- $a := $v.autoscaler -}}
 {{- if $a.enabled -}}
@@ -83,6 +93,11 @@
 {{- $usable := div (mul $room 95) 100 -}}
 {{- if gt (int64 $sizing.hostBytes) $usable -}}
 {{- fail (printf "%d engine(s) on a worker lock %s GiB of host memory (tables and prefix_cache.host_bytes), worker.memory less shm leaves %s GiB: raise worker.memory, lower prefix_cache.host_bytes or set engine.tables: device" (int64 $sizing.enginesPerNode) (include "flare.gib" $sizing.hostBytes) (include "flare.gib" $usable)) -}}
+{{- end -}}
+{{- else -}}
+{{- $each := add (int64 $sizing.rankBytes) (div (int64 $sizing.hostBytes) (mul (max (int64 $sizing.enginesPerNode) 1) (int64 $v.tensorParallelSize))) -}}
+{{- if gt $each (int64 $sizing.usableBytes) -}}
+{{- fail (printf "a rank and its engine.prefix_cache.host_bytes take %s GiB of %s: raise worker.memory or lower host_bytes" (include "flare.gib" $each) $sizing.offered) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -168,6 +183,19 @@
 {{- end -}}
 {{- if and $g.enabled (not $g.name) -}}
 {{- fail "gateway.enabled: set gateway.name" -}}
+{{- end -}}
+{{- if and $g.enabled (not $g.sectionName) (not $g.allowPlainHttp) -}}
+{{- fail "gateway.enabled without gateway.sectionName: a listener without TLS would serve too; name the HTTPS listener or set allowPlainHttp" -}}
+{{- end -}}
+{{- if has (toString .Values.http.port) (list "6379" "8080" "8265" "10001") -}}
+{{- fail (printf "http.port %d is Ray's own in every pod: choose another" (int64 .Values.http.port)) -}}
+{{- end -}}
+{{- $k := .Values.apiKeys -}}
+{{- if and $k.existingSecret $k.file -}}
+{{- fail "apiKeys: give existingSecret or file, not both" -}}
+{{- end -}}
+{{- if and .Values.tests.apiKey.existingSecret (not (include "flare.keysSecret" .)) -}}
+{{- fail "tests.apiKey.existingSecret is set, the service asks for no keys: leave it out or set apiKeys" -}}
 {{- end -}}
 {{- if and (eq .Values.auth.mode "disabled") .Values.auth.existingSecret -}}
 {{- fail "auth.existingSecret is set, auth.mode is disabled: change one" -}}

@@ -99,11 +99,11 @@ capabilities:
 - name: weights
   {{- if eq .Values.weights.source "hostPath" }}
   hostPath:
-    path: {{ .Values.weights.hostPath }}
+    path: {{ .Values.weights.hostPath | quote }}
     type: Directory
   {{- else }}
   persistentVolumeClaim:
-    claimName: {{ include "flare.claim" . }}
+    claimName: {{ include "flare.claim" . | quote }}
   {{- end }}
 {{- end -}}
 
@@ -128,9 +128,18 @@ capabilities:
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ include "flare.tokenSecret" . }}
+      name: {{ include "flare.tokenSecret" . | quote }}
       key: {{ .Values.weights.fetch.token.key }}
 {{- end }}
+{{- end -}}
+
+{{/* Secret of the API keys: named, or created; empty = there are none. */}}
+{{- define "flare.keysSecret" -}}
+{{- if .Values.apiKeys.file -}}
+{{ include "flare.fullname" . }}-api-keys
+{{- else -}}
+{{ .Values.apiKeys.existingSecret }}
+{{- end -}}
 {{- end -}}
 
 {{/*

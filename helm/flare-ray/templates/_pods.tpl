@@ -22,17 +22,17 @@ spec:
   {{- with $v.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- if $v.autoscaler.enabled }}
   restartPolicy: Never
   {{- end }}
   {{- with $pod.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $pod.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with $pod.nodeSelector }}
   nodeSelector:
@@ -112,7 +112,7 @@ spec:
         {{- if ne $v.weights.source "image" }}
         - {name: weights, mountPath: {{ $v.weights.mountPath }}, readOnly: true}
         {{- end }}
-        {{- if and $v.apiKeys.existingSecret (ne .kind "head") }}
+        {{- if and (include "flare.keysSecret" $root) (ne .kind "head") }}
         - {name: api-keys, mountPath: {{ include "flare.keysPath" $root }}, readOnly: true}
         {{- end }}
         {{- with $pod.extraVolumeMounts }}
@@ -126,9 +126,9 @@ spec:
     {{- if ne $v.weights.source "image" }}
     {{- include "flare.weightsVolume" $root | nindent 4 }}
     {{- end }}
-    {{- if and $v.apiKeys.existingSecret (ne .kind "head") }}
+    {{- if and (include "flare.keysSecret" $root) (ne .kind "head") }}
     - name: api-keys
-      secret: {secretName: {{ $v.apiKeys.existingSecret }}, defaultMode: 0440}
+      secret: {secretName: {{ include "flare.keysSecret" $root | quote }}, defaultMode: 0440}
     {{- end }}
     {{- with $pod.extraVolumes }}
     {{- toYaml . | nindent 4 }}

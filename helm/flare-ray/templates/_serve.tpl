@@ -8,7 +8,7 @@ in `args:`, since changed arguments restart every engine and a changed number of
 {{- $engine := merge (dict "checkpoint" (include "flare.checkpoint" .) "recipe" $preset.recipe "tensor_parallel_size" $v.tensorParallelSize "device" $v.device) $v.engine -}}
 {{- $placement := merge (dict "graceful_shutdown_s" $v.longestGenerationSeconds) $v.engineDeployment -}}
 {{- $ingress := $v.httpReplicas -}}
-{{- if $v.apiKeys.existingSecret -}}
+{{- if include "flare.keysSecret" . -}}
 {{- $ingress = merge (dict "keys_file" (printf "%s/%s" (include "flare.keysPath" .) $v.apiKeys.key)) $v.httpReplicas -}}
 {{- end }}
 proxy_location: EveryNode

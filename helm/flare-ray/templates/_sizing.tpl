@@ -72,6 +72,12 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- fail (printf "engine.context_tokens is %d, %s holds %d" $context $values.model.preset (int64 $preset.maxContextTokens)) -}}
 {{- end -}}
 {{- $pool := $values.engine.page_pool_tokens | default (mul $slots $context) | int64 -}}
+{{- if lt $pool $context -}}
+{{- fail (printf "engine.page_pool_tokens is %d, below context_tokens %d: one request could never finish" $pool $context) -}}
+{{- end -}}
+{{- if gt $pool 1000000000000 -}}
+{{- fail (printf "engine.page_pool_tokens is %d; no GPU holds more than 1000000000000" $pool) -}}
+{{- end -}}
 {{- $capacity := ($values.engine.speculation | default dict).token_capacity | default 128 | int64 -}}
 {{- $pageBytes := mul (add (div (add $pool 63) 64) 1) (int64 $plan.page) -}}
 {{- $cache := $values.engine.prefix_cache | default dict -}}
@@ -123,6 +129,23 @@ tableBytes: {{ $tables }}
 hostBytes: {{ mul (max $perNode 1) $ranks (add (sub $tables $here) (ternary ($cache.host_bytes | default 0 | int64) 0 $cached)) }}
 rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + graphs %s + scratch %s = %s GiB a rank" (include "flare.gib" $weights) (include "flare.gib" $here) (include "flare.gib" $pageBytes) (include "flare.gib" $stateBytes) (include "flare.gib" $graphs) (include "flare.gib" $scratch) (include "flare.gib" $rank) | quote }}
 offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib" $usable) (include "flare.gib" $offered) $headroom | quote }}
+{{- end -}}
+
+{{/* Fewest and most worker nodes; without the autoscaler both follow from replicas. */}}
+{{- define "flare.leastNodes" -}}
+{{- $least := (include "flare.sizing" . | fromYaml).nodes -}}
+{{- if and .Values.autoscaler.enabled (not (kindIs "invalid" .Values.autoscaler.minNodes)) -}}
+{{- $least = .Values.autoscaler.minNodes -}}
+{{- end -}}
+{{ int64 $least }}
+{{- end -}}
+
+{{- define "flare.mostNodes" -}}
+{{- $most := (include "flare.sizing" . | fromYaml).nodes -}}
+{{- if and .Values.autoscaler.enabled (not (kindIs "invalid" .Values.autoscaler.maxNodes)) -}}
+{{- $most = .Values.autoscaler.maxNodes -}}
+{{- end -}}
+{{ int64 $most }}
 {{- end -}}
 
 {{/* HTTP replicas for which the worker nodes' CPUs suffice. */}}
