@@ -28,7 +28,7 @@ RUN apt-get update \
     && useradd --no-log-init --uid 1000 --gid ray --create-home ray \
     && ln -s /opt/venv/bin/ray /opt/venv/bin/serve /opt/venv/bin/flare-ray /usr/local/bin/
 COPY --from=build /opt/venv /opt/venv
-COPY deployments/glm.yaml /opt/flare-ray/deployments/
+COPY deployments/deepseek.yaml deployments/glm.yaml deployments/qwen.yaml /opt/flare-ray/deployments/
 ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \

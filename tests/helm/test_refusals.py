@@ -58,6 +58,11 @@ REFUSED = {
     ),
     "context beyond the model": ({"engine__context_tokens": 2097152}, "holds 1048576"),
     "shm": ({"worker__shm": "200Gi"}, "more than half"),
+    "HTTP replicas' bounds": ({"httpReplicas__min_replicas": 5}, "max_replicas 4: change either"),
+    "HTTP nodes without a whole CPU": (
+        {"httpWorkers": {"replicas": 1, "cpus": 0.5}},
+        "Ray counts whole CPUs",
+    ),
     "shm of the head": ({"head__shm": "9Gi"}, "head.shm 9Gi is more than half"),
     "shm of HTTP nodes": ({"httpWorkers__shm": "5Gi"}, "httpWorkers.shm 5Gi"),
     "pool below one context": ({"engine__page_pool_tokens": 64}, "below context_tokens"),

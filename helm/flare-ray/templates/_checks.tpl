@@ -40,6 +40,12 @@
 {{- end -}}
 {{- include "flare.checkTables" . -}}
 {{- $wanted := $v.httpReplicas.max_replicas | default 4 | int64 -}}
+{{- if gt (int64 ($v.httpReplicas.min_replicas | default 1)) $wanted -}}
+{{- fail (printf "httpReplicas.min_replicas is %d, max_replicas %d: change either" (int64 $v.httpReplicas.min_replicas) $wanted) -}}
+{{- end -}}
+{{- if and (gt (int64 $v.httpWorkers.replicas) 0) (lt (float64 $v.httpWorkers.cpus) 1.0) -}}
+{{- fail (printf "httpWorkers.cpus is %g: Ray counts whole CPUs, so nothing would run there; raise it" (float64 $v.httpWorkers.cpus)) -}}
+{{- end -}}
 {{- $capacity := include "flare.httpCapacity" . | int64 -}}
 {{- if gt $wanted $capacity -}}
 {{- fail (printf "httpReplicas.max_replicas is %d, beside the engines there are CPUs for %d: raise worker.cpus or httpWorkers.replicas, or lower max_replicas" $wanted $capacity) -}}
