@@ -2,7 +2,7 @@
 
 One engine of this process after the other on the synthetic serving corpus, whose prompts have exact
 lengths; no claim about acceptance rests on it (contract: B6). Seconds are by the wall, tokens those
-of the prompts or answers. About four minutes on two quiet cores:
+of the prompts or answers:
 
     start            process start-up of the engine, readiness generation included
     prefill          time to the first token of a cold prompt, by capacity (512, 4,096) and length
@@ -15,6 +15,7 @@ Host gaps between rounds are part of `benchmarks.workload.overheads`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -162,7 +163,7 @@ def _decode(job: BaselineJob, arm: str) -> dict[str, JsonValue]:
             gaps = [
                 (later - earlier) * 1e3
                 for reply in replies
-                for earlier, later in zip(reply.chunk_s, reply.chunk_s[1:], strict=False)
+                for earlier, later in itertools.pairwise(reply.chunk_s)
             ]
             tokens = sum(reply.completion_tokens for reply in replies)
             found[f"lanes_{lanes}"] = {

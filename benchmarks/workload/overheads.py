@@ -4,7 +4,7 @@
 The same prompts of the synthetic corpus, without drafts and with adaptive ones, at one and at four
 requests: a minimal replay of the service's own rounds, `submit()` in the same process, and
 `flare-ray serve` with HTTP and Ray in front. The first two take turns; the third runs by itself, so
-its ratio holds only on a quiet machine. About four minutes on two cores.
+its ratio holds only on a quiet machine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The frozen workload through the same runner: the adaptive engine of this process
 its cache, and `generate` with prompt lookup where the library runs it on the architecture. Same
 weights (dequantised once, float32), prompts, sampling defaults, threads and output lengths (every
 answer runs to its budget); the library draws its own samples, so texts differ. Only `generate` is
-timed: tokenising costs the peer nothing. About six minutes on two quiet cores.
+timed: tokenising costs the peer nothing.
 
 No other engine is compared on a GPU: none that serves these architectures could be run on one here.
 `transformers serve` needs packages that this project does not install; point

@@ -37,11 +37,13 @@ class Comparison:
     Attributes:
         changes: slowest first.
         verdicts: sentences on answers that were right and are wrong now, by arm.
-        work: sentences on tokens, ends and failures that changed.
+        failed: sentences on arms of which more requests fail.
+        work: sentences on tokens and ends that changed.
     """
 
     changes: tuple[Change, ...]
     verdicts: tuple[str, ...]
+    failed: tuple[str, ...]
     work: tuple[str, ...]
 
     def failures(self, gate: float) -> list[str]:
@@ -56,7 +58,7 @@ class Comparison:
             for change in self.changes
             if change.ratio.upper < gate
         ]
-        return slow + [line for line in self.work if "failed" in line]
+        return [*slow, *self.failed]
 
 
 def compare(old: Run, new: Run, *, reference: str | None = None) -> Comparison:
@@ -65,7 +67,7 @@ def compare(old: Run, new: Run, *, reference: str | None = None) -> Comparison:
     Args:
         reference: arm that each run is divided by.
     Raises:
-        ConfigError: other items, other settings of requests, or no arm in common.
+        ConfigError: other items, or no arm in common.
     """
     if old.header.digest != new.header.digest:
         raise ConfigError(
@@ -96,7 +98,10 @@ def compare(old: Run, new: Run, *, reference: str | None = None) -> Comparison:
             changes.append(Change(arm, category, ratio))
     changes.sort(key=lambda change: change.ratio.ratio)
     return Comparison(
-        tuple(changes), tuple(_verdicts(old, new, arms)), tuple(_work(old, new, arms))
+        changes=tuple(changes),
+        verdicts=tuple(_verdicts(old, new, arms)),
+        failed=tuple(_failed(old, new, arms)),
+        work=tuple(_work(old, new, arms)),
     )
 
 
@@ -125,12 +130,19 @@ def _rights(run: Run, arm: str) -> dict[str, bool]:
     return found
 
 
+def _failed(old: Run, new: Run, arms: Sequence[str]) -> list[str]:
+    found = []
+    for arm in arms:
+        errors = [[bool(one.error) for one in run.of(arm)] for run in (old, new)]
+        if sum(errors[1]) > sum(errors[0]):
+            found.append(f"{arm}: {sum(errors[1])} of {len(errors[1])} requests failed")
+    return found
+
+
 def _work(old: Run, new: Run, arms: Sequence[str]) -> list[str]:
     found = []
     for arm in arms:
         before, after = cell_of(old, arm), cell_of(new, arm)
-        if after.failed > before.failed:
-            found.append(f"{arm}: {after.failed} of {after.requests} requests failed")
         if before.reasons != after.reasons:
             found.append(f"{arm}: ends {before.reasons} became {after.reasons}")
         if before.completion_tokens != after.completion_tokens:

@@ -7,11 +7,10 @@ charged with the wait it causes to whoever should have come meanwhile (coordinat
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from flare_ray.workload.arrivals import Arrivals
@@ -70,20 +69,11 @@ def drive(
 def _closed_loop(
     endpoint: Endpoint, sessions: Sequence[Session], lanes: int, told: OnTimed
 ) -> None:
-    waiting: queue.SimpleQueue[Session] = queue.SimpleQueue()
-    for session in sessions:
-        waiting.put(session)
-
-    def work() -> None:
-        while True:
-            try:
-                session = waiting.get_nowait()
-            except queue.Empty:
-                return
-            _converse(endpoint, session, time.perf_counter(), told)
+    def begin(session: Session) -> None:
+        _converse(endpoint, session, time.perf_counter(), told)
 
     with ThreadPoolExecutor(lanes) as pool:
-        _finish([pool.submit(work) for _ in range(lanes)])
+        list(pool.map(begin, sessions))  # raises what a conversation raised
 
 
 def _open_loop(
@@ -98,12 +88,8 @@ def _open_loop(
             if pause_s > 0:
                 time.sleep(pause_s)
             futures.append(pool.submit(_converse, endpoint, session, origin_s + start_s, told))
-        _finish(futures)
-
-
-def _finish(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
+        for future in futures:
+            future.result()
 
 
 def _converse(endpoint: Endpoint, session: Session, intended_s: float, told: OnTimed) -> None:

@@ -31,13 +31,14 @@ def commit_of(folder: Path, *, ignored: Sequence[str] = ()) -> str:
     """Commit of the checkout around a folder, with ``-dirty`` when tracked files differ.
 
     Args:
-        ignored: paths whose changes do not count.
+        ignored: paths below the folder whose changes do not count.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None:
         return "unknown (not a git checkout)"
     excluded = [f":!{path}" for path in ignored]
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ".", *excluded)
+    # ":/" is the checkout's root: "." would see changes below the folder only.
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", *excluded)
     return f"{commit}-dirty" if changed else commit
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
 from flare_ray.metrics.exposition import Exposition
 from flare_ray.workload.endpoints import EndpointError, Reply, Request
@@ -194,10 +193,9 @@ class HttpEndpoint:
         if answer.status_code != httpx.codes.OK:
             return None
         try:
-            next(iter(text_string_to_metric_families(answer.text)), None)
+            return Exposition.parse(answer.text)
         except ValueError:
             return None
-        return Exposition.parse(answer.text)
 
     def close(self) -> None:
         """Close its connections."""

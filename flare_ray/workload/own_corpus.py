@@ -15,7 +15,7 @@ SCRAMBLE = 0.25
 """Part of the edited functions whose names only the prompt holds."""
 
 
-def own_corpus(*, long_context: bool = False) -> Corpus:
+def own_corpus() -> Corpus:
     """Everything the generators may draw from."""
     rows = (FOLDER / GLOSSES).read_text(encoding="utf-8").splitlines()
     glosses = [Gloss(*row.split("\t")) for row in rows]
@@ -25,7 +25,6 @@ def own_corpus(*, long_context: bool = False) -> Corpus:
         rare=glosses,
         docs=pages,
         functions=functions,
-        long_context=long_context,
         scramble=SCRAMBLE,
     )
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from flare_ray.errors import ConfigError
+from flare_ray.workload.records import Observation
 from flare_ray.workload.summary import ALL, Run, best_of, cell_of, depths_of, gaps_ms, ratio_between
 from flare_ray.workload.tables import roles_of
 
@@ -68,14 +69,14 @@ def _frontier(runs: Sequence[Run]) -> str:
 
 def _tails(run: Run) -> str:
     figure, panels = _figure(3)
-    for axes, title in zip(panels, ("first output", "gap", "whole request"), strict=True):
+    measures: dict[str, Callable[[Observation], list[float]]] = {
+        "first output": lambda one: [one.first_s * 1e3],
+        "gap": gaps_ms,
+        "whole request": lambda one: [one.total_s * 1e3],
+    }
+    for axes, (title, of_one) in zip(panels, measures.items(), strict=True):
         for arm in run.arm_names:
-            seen = [one for one in run.of(arm) if not one.error]
-            values = {
-                "first output": [one.first_s * 1e3 for one in seen],
-                "gap": [gap for one in seen for gap in gaps_ms(one)],
-                "whole request": [one.total_s * 1e3 for one in seen],
-            }[title]
+            values = [value for one in run.of(arm) if not one.error for value in of_one(one)]
             if values:
                 shares = np.linspace(0, 1, 61)
                 axes.plot(np.quantile(values, shares), shares, label=arm, linewidth=1)

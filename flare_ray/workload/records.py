@@ -105,7 +105,6 @@ class ArmStart(msgspec.Struct, frozen=True, kw_only=True, tag="arm"):
 
     arm: str
     described: str
-    started_s: float = 0.0
     refused: str = ""
 
 

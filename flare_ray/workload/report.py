@@ -65,7 +65,7 @@ def comparison_table(found: Comparison) -> Table:
         for change in found.changes
     ]
     rows += [("wrong", line, "", "", "", "") for line in found.verdicts]
-    rows += [("work", line, "", "", "", "") for line in found.work]
+    rows += [("work", line, "", "", "", "") for line in (*found.failed, *found.work)]
     return Table(
         "Changes, regressions first",
         ("what", "arm", "category", "new over old", "interval", "sessions"),

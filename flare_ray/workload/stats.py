@@ -58,15 +58,11 @@ def speed_ratio(
     ours: Work, theirs: Work, *, coverage: float = COVERAGE, seed: int = 1
 ) -> Ratio | None:
     """Our speed over theirs, over the sessions that both have run; None without any."""
-    shared = [name for name in ours if name in theirs and ours[name][1] > 0 and theirs[name][1] > 0]
-    if not shared:
+    found = _resampled(ours, theirs, seed)
+    if found is None:
         return None
-    table = np.array([(*ours[name], *theirs[name]) for name in shared], dtype=float)
-    drawn = _draws(len(shared), seed) @ table
-    ratios = _ratio(drawn)
-    low, high = np.quantile(ratios, [(1 - coverage) / 2, (1 + coverage) / 2])
-    whole = float(_ratio(table.sum(0)[None])[0])
-    return Ratio(whole, float(low), float(high), len(shared))
+    ratio, drawn, sessions = found
+    return Ratio(ratio, *_interval(drawn, coverage), sessions)
 
 
 def ratio_of_ratios(
@@ -84,17 +80,27 @@ def ratio_of_ratios(
     Args:
         new / old: (arm, reference) of each run.
     """
-    sides = []
-    for number, (arm, reference) in enumerate((new, old)):
-        shared = [n for n in arm if n in reference and arm[n][1] > 0 and reference[n][1] > 0]
-        if not shared:
-            return None
-        table = np.array([(*arm[name], *reference[name]) for name in shared], dtype=float)
-        drawn = _ratio(_draws(len(shared), seed + number) @ table)
-        sides.append((float(_ratio(table.sum(0)[None])[0]), drawn, len(shared)))
-    (ratio_new, drawn_new, count), (ratio_old, drawn_old, other) = sides
-    low, high = np.quantile(drawn_new / drawn_old, [(1 - coverage) / 2, (1 + coverage) / 2])
-    return Ratio(ratio_new / ratio_old, float(low), float(high), min(count, other))
+    later, earlier = _resampled(*new, seed), _resampled(*old, seed + 1)
+    if later is None or earlier is None:
+        return None
+    (ratio_new, drawn_new, count), (ratio_old, drawn_old, other) = later, earlier
+    interval = _interval(drawn_new / drawn_old, coverage)
+    return Ratio(ratio_new / ratio_old, *interval, min(count, other))
+
+
+def _resampled(ours: Work, theirs: Work, seed: int) -> tuple[float, np.ndarray, int] | None:
+    """Our speed over theirs, the same of every resample, and the sessions that both have run."""
+    shared = [name for name in ours if name in theirs and ours[name][1] > 0 and theirs[name][1] > 0]
+    if not shared:
+        return None
+    table = np.array([(*ours[name], *theirs[name]) for name in shared], dtype=float)
+    whole = float(_ratio(table.sum(0)[None])[0])
+    return whole, _ratio(_draws(len(shared), seed) @ table), len(shared)
+
+
+def _interval(ratios: np.ndarray, coverage: float) -> tuple[float, float]:
+    low, high = np.quantile(ratios, [(1 - coverage) / 2, (1 + coverage) / 2])
+    return float(low), float(high)
 
 
 def _draws(sessions: int, seed: int) -> np.ndarray:

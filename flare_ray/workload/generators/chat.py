@@ -115,7 +115,10 @@ def _how_are_you(r: random.Random) -> Exchange:
 
 
 def _introduction(r: random.Random) -> Exchange:
-    name = first_name(r)
+    return _introduced(r, first_name(r))
+
+
+def _introduced(r: random.Random, name: str) -> Exchange:
     question = f"{r.choice(('Hi', 'Hello', 'Hey'))}, my name is {name}."
     return Exchange(
         question,
@@ -345,14 +348,8 @@ def chat(r: random.Random, corpus: Corpus) -> Conversation:
     messages = []
     name = first_name(r) if r.random() < 0.12 else None
     if name:
-        intro = f"{r.choice(('Hi', 'Hello', 'Hey'))}, my name is {name}."
-        messages += [
-            user(intro),
-            assistant(
-                f"Nice to meet you, {name}! How can I help you today?",
-                f"The user is called {name}.",
-            ),
-        ]
+        exchange = _introduced(r, name)
+        messages += [user(exchange.question), assistant(exchange.answer, exchange.reasoning)]
     for _ in range(turn_count(r, corpus)):
         exchange = small_talk(r)
         messages += [user(exchange.question), assistant(exchange.answer, exchange.reasoning)]

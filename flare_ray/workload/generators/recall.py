@@ -76,10 +76,8 @@ def recall(r: random.Random, corpus: Corpus) -> Conversation:
         name = first_name(r)
         messages += [user(f"My name is {name}."), assistant(f"Nice to meet you, {name}!")]
     for key in r.sample(sorted(codes), min(len(codes), r.randint(1, 4))):
-        messages += [
-            user(f"What is the code of {key}?"),
-            assistant(f"The code of {key} is {codes[key]}."),
-        ]
+        question, answer = _question(codes, key)
+        messages += [question, assistant(answer)]
     return Conversation(messages)
 
 

@@ -134,6 +134,15 @@ def test_new_failures_fail_the_gate_however_fast_they_are():
     assert failures == ["off: 1 of 32 requests failed"]
 
 
+def test_an_arm_of_any_name_fails_the_gate_by_its_failures_alone():
+    speeds = {"failed": 1.0}
+    records = records_of(speeds, seed=1, noise=0.0)
+    records[1] = msgspec.structs.replace(records[1], finish_reason="length")
+    new = run_of(header_of(("failed",)), records)
+    found = compare(run_at(speeds, seed=1, noise=0.0), new)
+    assert found.work and not found.failures(GATE)
+
+
 def test_lost_verdicts_and_changed_work_are_told():
     records = records_of(EQUAL, seed=1, noise=0.0)
     changed = msgspec.structs.replace(records[4], right=False, completion_tokens=12)
