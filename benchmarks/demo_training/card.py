@@ -112,7 +112,7 @@ Token weights by category, by length of row:
 {table(["rows of", *f.trunk["shares"]], rows)}
 
 - chat, story, math, json, tool, recall: seeded generators of this project
-  (`benchmarks/demo_training/generators`).
+  (`flare_ray/workload/generators`).
 - define: 30,000 single-word WordNet 3.0 glosses; the 3,000 most used words are in training and
   evaluation on purpose, so that they can be learnt.
 - code, edit: Python files and functions of 3 to 40 lines of the standard library and the packages

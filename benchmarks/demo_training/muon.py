@@ -61,6 +61,8 @@ def orthogonalised(matrices: Tensor) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Decoupled weight decay, Nesterov momentum, orthogonalised updates of equal size.
 
+    ``torch.optim.Muon`` takes single matrices alone; the experts' lie stacked in one parameter.
+
     Args:
         matrices: what to train; matrices of one shape are treated as one batch.
         learning_rate: the same as Adam's beside it.

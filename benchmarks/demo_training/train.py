@@ -133,7 +133,7 @@ def train(part: str, settings: Settings, resume: Path | None) -> None:
     producers = start_producers(settings)
     side = side_processes(settings) if part == "trunk" else []
     try:
-        run = _run(part, settings, say)
+        run = _run(settings, say)
         run.report |= {
             "settings": {k: str(v) for k, v in dataclasses.asdict(settings).items()},
             "versions": versions(),
@@ -155,7 +155,7 @@ def train(part: str, settings: Settings, resume: Path | None) -> None:
     say(f"{part} finished")
 
 
-def _run(part: str, settings: Settings, say: Callable[[str], None]) -> Run:
+def _run(settings: Settings, say: Callable[[str], None]) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 for the products of mixer and delta rule
     torch.manual_seed(settings.seed)

@@ -6,7 +6,7 @@ bit 15, which is the value times 2^-126. The block scale times 2^119 is exact in
 before the sum; the float32 sum takes the matrix's own scale times 2^7. Low and high nibbles are
 even and odd columns, which go into two products, so nothing is interleaved.
 
-The operands' trip through shared memory makes it 4.8 to 5.4 times the time of the bytes at any
+The operands' trip through shared memory makes it 4.7 to 5.4 times the time of the bytes at any
 number of rows (gpu_operators.json), so it is for passes of more than 64 rows.
 """
 
