@@ -211,13 +211,18 @@ def _preset(folder: Path, *, device: str, dtype: str, formats: dict[str, Any]) -
     plans = {}
     degrees: tuple[int, ...] = (1,)
     recipe = ""
+    specs: list[TensorSpec] = []
     for degree in (1, 2, 4, 8):
         if degree > 1 and degree not in degrees:
             continue
         small = _plan(folder, degree, device, dtype, concurrency=1)
         degrees, recipe = small.recipe.tensor_parallel, small.recipe.name
         larger = _plan(folder, degree, device, dtype, concurrency=SCRATCH_CONCURRENCY)
-        held = {name: _held(small, degree, dtype, form_of) for name, form_of in formats.items()}
+        specs = specs or resolve(small.recipe.manifest)(small.geometry)
+        held = {
+            name: _held(small, specs, dtype=dtype, form_of=form_of)
+            for name, form_of in formats.items()
+        }
         plans[degree] = {
             "weights": {name: weights for name, (weights, _) in held.items()},
             "tables": {name: tables for name, (_, tables) in held.items()},
@@ -280,20 +285,21 @@ def _state(small: PreparedManifest, larger: PreparedManifest) -> dict[str, int]:
     }
 
 
-def _held(plan: Any, degree: int, dtype: str, form_of: FormOf | None) -> tuple[int, int]:
+def _held(
+    plan: Any, specs: list[TensorSpec], *, dtype: str, form_of: FormOf | None
+) -> tuple[int, int]:
     """Bytes of weights without tables, and of tables; `form_of` None = everything dequantised."""
-    specs = resolve(plan.recipe.manifest)(plan.geometry)
 
-    def held(chosen: list[TensorSpec]) -> int:
+    def held(*, tables: bool) -> int:
         return rank_weight_bytes(
-            chosen,
-            world_size=degree,
+            (spec for spec in specs if spec.table == tables),
+            world_size=plan.manifest.world_size,
             element_bytes=DTYPE_BYTES[dtype],
             families=plan.families,
             form_of=form_of,
         )
 
-    return held([s for s in specs if not s.table]), held([s for s in specs if s.table])
+    return held(tables=False), held(tables=True)
 
 
 # --- README.md

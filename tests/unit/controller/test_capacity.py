@@ -39,8 +39,8 @@ def test_expected_tokens_never_pass_ceilings_nor_the_rectangular_round():
     assert tokens[1] <= POOR[-1]
 
 
-def test_rows_beyond_all_drafts_change_nothing():
-    lone = packed_expected(np.array([GOOD]), msgspec.structs.replace(shape_of(1, 4)))
+def test_a_lane_alone_takes_every_row():
+    lone = packed_expected(np.array([GOOD]), shape_of(1, 4))
     assert lone.tolist() == pytest.approx([GOOD[3]])
 
 

@@ -6,9 +6,12 @@ import time
 
 import pytest
 
-from flare_ray.controller.grammar.limited import LimitedThread
+from flare_ray.controller.grammar.limited import LimitedThread, _Worker
 
 LIMIT_S = 0.05
+WAIT_S = 20.0
+LOOKS = 4
+"""Limits that pass while a piece waits, each ended by a look at its processor time."""
 BLOCK = bytes(1 << 20)
 """Hashed in a millisecond beside the interpreter, as a matcher works."""
 
@@ -38,18 +41,25 @@ def test_a_piece_over_the_limit_is_given_up_on_and_the_others_are_done(limited):
     assert time.thread_time() - started < LIMIT_S
     assert limited.num_stuck == 2
     release.set()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WAIT_S
     while limited.num_stuck and time.monotonic() < deadline:
         time.sleep(0.01)
     assert limited.num_stuck == 0
 
 
-def test_a_piece_that_waits_without_working_is_waited_for(limited):
-    def waits() -> int:
-        time.sleep(4 * LIMIT_S)
-        return 1
+def test_a_piece_that_waits_without_working_is_waited_for(limited, monkeypatch):
+    looked, look = threading.Semaphore(0), _Worker.leave_over
 
-    assert limited.run([waits, lambda: 2]) == [1, 2]
+    def counted(self: _Worker, limit_s: float) -> bool:
+        left = look(self, limit_s)
+        looked.release()
+        return left
+
+    def waits() -> bool:
+        return all(looked.acquire(timeout=WAIT_S) for _ in range(LOOKS))
+
+    monkeypatch.setattr(_Worker, "leave_over", counted)
+    assert limited.run([waits, lambda: 2]) == [True, 2]
 
 
 def test_several_pieces_may_take_more_than_the_limit_together(limited):
