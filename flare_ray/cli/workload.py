@@ -6,7 +6,7 @@ each, appended as it happens; started again with the same options it goes on whe
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +133,8 @@ class RunWorkload:
         from flare_ray.workload.runner import Runner
         from flare_ray.workload.source import load_workload
 
-        workload, settings = load_workload(self.items), self._settings()
+        workload = load_workload(self.items)
+        settings = self._settings(dict.fromkeys(item.category for item in workload.items))
         arms = self._arms()
         header = Header(
             workload=workload.name,
@@ -147,12 +148,11 @@ class RunWorkload:
         typer.echo(f"{self.out}: done; `flare-ray workload report {self.out}` writes the report")
         return 0
 
-    def _settings(self) -> Any:
+    def _settings(self, known: Collection[str]) -> Any:
+        """`known` = the workload's categories, in its order."""
         from flare_ray.workload.arrivals import parse_arrivals
         from flare_ray.workload.runner import RunSettings
-        from flare_ray.workload.source import load_workload
 
-        known = dict.fromkeys(item.category for item in load_workload(self.items).items)
         chosen = self.categories.split(",") if self.categories else list(known)
         unknown = [name for name in chosen if name not in known]
         if unknown:

@@ -1,7 +1,8 @@
 """Which program runs next, with which lanes (contract: C1, T6).
 
 Turns: when both prompts and decoding requests have work, prefill and rounds alternate; so neither
-waits longer than one program of the other. Prompts take turns among themselves, a chunk each, so a
+waits longer than one program of the other, but prompts where an inter-token target holds them back
+(`pacing`). Prompts take turns among themselves, a chunk each, so a
 long prompt delays a short one by one chunk at a time; restored prompts, which need one short
 program, go first, but never twice in a row while others have chunks left. Decoding requests all
 share the round; if there are more than a round has lanes, those that waited longest go first. So of
@@ -252,11 +253,10 @@ class Planner:
     ) -> tuple[RoundPlan, tuple[LiveRequest, ...], tuple[Capture, ...]]:
         whole = [live for live in prompts if not live.prompt_left]
         left = [live for live in prompts if live.prompt_left]
-        self._resume_was_last = bool(whole) and not (left and self._resume_was_last)
-        prompts = whole if self._resume_was_last else left
+        resumes = self._resume_was_last = bool(whole) and not (left and self._resume_was_last)
+        prompts = whole if resumes else left
         prompts.sort(key=lambda live: (live.last_chunk_round, live.started))
         freed = self._freed()
-        resumes = self._resume_was_last
         shape = self._resume_shape(len(whole)) if resumes else self._chunk_shape(prompts)
         vocab_bytes = self._admission.limits.vocab_size // 8 + 1
         chosen = _within_message(prompts[: shape.batch_capacity], vocab_bytes)

@@ -42,6 +42,7 @@ class FairShares:
     def __init__(self) -> None:
         self._counters: dict[_Share, float] = {}
         self._waiting: Counter[_Share] = Counter()
+        # Until nobody waits: places once estimated would not compare with those of newcomers.
         self._is_contested = False
 
     def entered(self, live: LiveRequest, running: Iterable[LiveRequest]) -> None:

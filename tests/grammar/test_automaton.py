@@ -10,7 +10,7 @@ import pytest
 
 from flare_ray.controller.grammar.automaton import MAX_STATES, Automaton, automaton_of
 from flare_ray.controller.grammar.language import Chars, Repeat, repeat
-from flare_ray.controller.grammar.regex import _expression
+from flare_ray.controller.grammar.regex import MAX_PATTERN_CHARACTERS, _expression
 from flare_ray.errors import InvalidRequest
 from tests.support.grammar_engine import EOS, VOCAB_SIZE
 from tests.support.grammar_fuzz import random_regex
@@ -30,6 +30,8 @@ AMBIGUOUS = (
 TOKENS = 60
 LIMIT_S = 0.005
 """Processor time a token; ten times what it takes."""
+DIVIDED_LIMIT_S = 2.0
+"""Processor time of a division; squares of the characters would take minutes."""
 PATTERNS = 400
 LETTERS = "abx1 \\n.é在"
 
@@ -105,6 +107,14 @@ def test_states_are_joined_where_the_same_may_follow():
 def test_an_automaton_of_too_many_states_is_given_up():
     assert automaton_of(_expression(f"(a|b)*a(a|b){{{MAX_STATES.bit_length()}}}", False)) is None
     assert automaton_of(_expression(f"a{{{MAX_STATES}}}", search=False)) is None
+
+
+def test_a_pattern_of_the_most_different_characters_takes_no_time():
+    letters = "".join(map(chr, range(0x4E00, 0x4E00 + 2 * MAX_PATTERN_CHARACTERS, 2)))
+    expr = _expression(letters, search=False)
+    started = time.thread_time()
+    assert automaton_of(expr) is None
+    assert time.thread_time() - started < DIVIDED_LIMIT_S
 
 
 def test_repeated_repetitions_become_one():

@@ -11,6 +11,7 @@ with the next one's name, so that a token stays inside the first rule however lo
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -150,17 +151,16 @@ def _sets(expr: Expr) -> Iterator[Ranges]:
 
 def _classes(expr: Expr) -> list[Ranges]:
     """The coarsest division of characters that no set of `expr` cuts; those in no set left out."""
-    sets = sorted(set(_sets(expr)))
-    starts = {low for ranges in sets for low, _ in ranges}
-    ends = {high + 1 for ranges in sets for _, high in ranges}
-    bounds = sorted(starts | ends)
-    members: dict[frozenset[int], list[tuple[int, int]]] = {}
-    for low, after in itertools.pairwise(bounds):
-        inside = frozenset(
-            number
-            for number, ranges in enumerate(sets)
-            if any(first <= low <= last for first, last in ranges)
-        )
+    # Sets that begin or end at a character, a bit each: a pattern may have thousands of both.
+    changed: defaultdict[int, int] = defaultdict(int)
+    for number, ranges in enumerate(set(_sets(expr))):
+        for low, high in ranges:
+            changed[low] ^= 1 << number
+            changed[high + 1] ^= 1 << number
+    inside = 0
+    members: dict[int, list[tuple[int, int]]] = {}
+    for low, after in itertools.pairwise(sorted(changed)):
+        inside ^= changed[low]
         if inside:
             members.setdefault(inside, []).append((low, after - 1))
     return [tuple(ranges) for ranges in members.values()]

@@ -42,7 +42,6 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 SIMPLE = frozenset({"type"})
 MAX_TOLD_NAME = 400
 """Letters of a name that stands in a tag with more behind it (`frontend.parsers`: 512 in all)."""
-MIXED = "a string beside other types, with further keywords, cannot be enforced in a call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +200,7 @@ def _by_rawness(resolver: Resolver, part: Any, path: str) -> list[tuple[str, Any
         texts = [value for value in values if isinstance(value, str)]
         others = [value for value in values if not isinstance(value, str)]
         return [("true", {"enum": texts}), ("false", {"enum": others})]
-    plain = [resolver.flat(branch, path) for branch in flat.get("anyOf", [flat])]
-    if not all(set(branch) <= SIMPLE for branch in plain):
-        raise refused(path, MIXED)
+    _check_plain(resolver, flat, path)
     return [("true", {"type": "string"}), ("false", {"type": sorted(kinds - {"string"})})]
 
 
@@ -217,11 +214,18 @@ def _value(resolver: Resolver, part: Any, path: str, close: str) -> Piece:
         return Written(_enumerated(flat, path, close))
     if kinds == {"string"} and not {"anyOf", "oneOf"} & set(flat):
         return _raw_string(flat, path, close)
-    plain = [resolver.flat(branch, path) for branch in flat.get("anyOf", [flat])]
-    if not all(set(branch) <= SIMPLE for branch in plain):
-        raise refused(path, MIXED)
+    _check_plain(resolver, flat, path)
     # Whatever is written is a string or, read as JSON, one of the other types.
     return Free(close)
+
+
+def _check_plain(resolver: Resolver, flat: Schema, path: str) -> None:
+    """Refuse further keywords where a string is one of several types."""
+    plain = [resolver.flat(branch, path) for branch in flat.get("anyOf", [flat])]
+    if not all(set(branch) <= SIMPLE for branch in plain):
+        raise refused(
+            path, "a string beside other types, with further keywords, cannot be enforced in a call"
+        )
 
 
 def _kinds(resolver: Resolver, flat: Schema, path: str, depth: int = 0) -> set[str]:

@@ -65,6 +65,7 @@ class _Last(NamedTuple):
     values: list[float]
     prices: list[float]
     expected: Floats
+    paces: tuple[float, ...]
 
 
 class AdaptivePolicy:
@@ -105,8 +106,11 @@ class AdaptivePolicy:
         expected = self.survival.expected_of(cohort.lanes)
         prices = self.cost.prices_ns(candidates)
         values = self._values(expected, candidates)
+        paces: tuple[float, ...] = ()
         if self._target_ns:
-            values = self._held_to_target(expected, candidates, values, prices)
+            slowest = self._slowest(expected, candidates)
+            paces = tuple([ns / tokens for ns, tokens in zip(prices, slowest, strict=True)])
+            values = self._held_to_target(slowest, values, prices)
         best = 0
         value, price = values[0], prices[0]
         for place in range(1, len(candidates)):
@@ -125,14 +129,14 @@ class AdaptivePolicy:
                 best, reason = chosen, "probe"
                 self.account.debit(lost)
         self._narrowest = candidates[0]
-        self._last = _Last(reason, best, lost, candidates, values, prices, expected)
+        self._last = _Last(reason, best, lost, candidates, values, prices, expected, paces)
         return candidates[best].shape
 
     def decision(self) -> Decision:
         """The last choice; raises ContractViolation before the first."""
         if self._last is None:
             raise ContractViolation("a policy was asked to explain a choice it never made")
-        reason, place, lost, candidates, values, prices, expected = self._last
+        reason, place, lost, candidates, values, prices, expected, paces = self._last
         top = max(range(len(values)), key=lambda other: values[other] / prices[other])
         return Decision(
             shape=candidates[place].shape,
@@ -142,7 +146,7 @@ class AdaptivePolicy:
             account_ns=self.account.balance_ns,
             probe_ns=lost,
             regret_ns=max(loss_ns(values, prices, place, top), 0.0),
-            inter_token_ns=self._inter_token_ns(expected, candidates, prices),
+            inter_token_ns=paces,
             candidates=tuple([price.shape for price in candidates]),
             values=tuple(values),
             prices_ns=tuple(prices),
@@ -229,29 +233,16 @@ class AdaptivePolicy:
         return tokens
 
     def _held_to_target(
-        self,
-        expected: Floats,
-        candidates: Sequence[Price],
-        values: Sequence[float],
-        prices: Sequence[float],
+        self, slowest: Sequence[float], values: Sequence[float], prices: Sequence[float]
     ) -> list[float]:
         """Values under "slo": the slowest lane's tokens where a program misses the target, made
         negligible if another one keeps it."""
-        tokens = self._slowest(expected, candidates)
-        kept = [ns <= self._target_ns * n for ns, n in zip(prices, tokens, strict=True)]
+        kept = [ns <= self._target_ns * n for ns, n in zip(prices, slowest, strict=True)]
         share = MISSED_SHARE if any(kept) else 1.0
         return [
             value if keeps else share * own
-            for value, own, keeps in zip(values, tokens, kept, strict=True)
+            for value, own, keeps in zip(values, slowest, kept, strict=True)
         ]
-
-    def _inter_token_ns(
-        self, expected: Floats, candidates: Sequence[Price], prices: Sequence[float]
-    ) -> tuple[float, ...]:
-        if not self._target_ns:
-            return ()
-        slowest = self._slowest(expected, candidates)
-        return tuple(ns / tokens for ns, tokens in zip(prices, slowest, strict=True))
 
     def _slowest(self, expected: Floats, candidates: Sequence[Price]) -> list[float]:
         """Expected tokens of the slowest lane, by candidate."""
