@@ -14,11 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from flare_ray.device.weights.budget import rank_shape
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import Fp8BlockParts
 from flare_ray.device.weights.formats.nvfp4 import Nvfp4Parts
-from flare_ray.device.weights.kept import Keeping
+from flare_ray.device.weights.kept import EXPERTS, Keeping
 from flare_ray.device.weights.loader import Split
 from flare_ray.device.weights.stored import StoredWeight
 from flare_ray.recipes.declaration import TensorSpec
@@ -26,10 +25,6 @@ from flare_ray.recipes.declaration import TensorSpec
 Made = TypeVar("Made")
 _ONES = ("norm.weight", "layernorm.weight")
 _ZEROS = ("A_log", "bias", "_base", "_ape", "dt_bias")
-
-
-def _packs(experts: WeightFormat) -> bool:
-    return experts is not WeightFormat.PLAIN
 
 
 class RandomWeights:
@@ -50,7 +45,8 @@ class RandomWeights:
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
-        self.keeping = Keeping(self.device.type, experts="packed" if _packs(experts) else "auto")
+        plain = experts is WeightFormat.PLAIN
+        self.keeping = Keeping(self.device.type, experts="auto" if plain else "packed")
         self._specs = {spec.name: spec for spec in specs}
         self._experts = experts
         self._made: dict[str, object] = {}
@@ -61,25 +57,22 @@ class RandomWeights:
 
     def stored(self, name: str) -> StoredWeight:
         """See `RankWeights.stored`; without files there are no parts."""
-        return StoredWeight(self._specs[name], self.format(name), {})
+        form = self._experts if EXPERTS in name else WeightFormat.PLAIN
+        return StoredWeight(self._specs[name], form, {})
 
     def has(self, name: str) -> bool:
         """Tolerated tensors are absent."""
         return self._specs[name].required
 
-    def format(self, name: str) -> WeightFormat:
-        """See `RankWeights.format`."""
-        return self._experts if ".experts." in name else WeightFormat.PLAIN
-
     def is_quantised(self, name: str) -> bool:
         """See `RankWeights.is_quantised`."""
-        return self.format(name) is not WeightFormat.PLAIN
+        return self.stored(name).format is not WeightFormat.PLAIN
 
     def tensor(
         self, name: str, *, split: Split | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """See `RankWeights.tensor`; every call makes another one."""
-        shape = self._shape(name)
+        shape = self._specs[name].shape
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         if name.endswith(_ONES):
             return made.fill_(1.0)
@@ -107,7 +100,7 @@ class RandomWeights:
         """See `RankWeights.quantised`."""
         if not self.is_quantised(name):
             return None
-        rows, columns = self._shape(name)
+        rows, columns = self._specs[name].shape
         std = 1 / math.sqrt(columns)
         if self._experts is WeightFormat.FP8_BLOCK:
             codes = self._bytes(rows, columns).view(torch.int8).clamp_(-120, 120)
@@ -122,6 +115,3 @@ class RandomWeights:
 
     def _bytes(self, *shape: int) -> Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, device=self.device)
-
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return rank_shape(self._specs[name], 1)

@@ -19,7 +19,7 @@ from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.index import CheckpointIndex, scan_checkpoint
 from flare_ray.device.weights.manifest import ValidatedWeights, check_manifest
 from flare_ray.device.weights.quantisation import declared_kv_cache
-from flare_ray.device.weights.stored import StoredWeight
+from flare_ray.device.weights.stored import StoredWeight, distinct_parts
 from flare_ray.errors import CheckpointError, ConfigError
 from flare_ray.recipes.declaration import Recipe, TensorSpec, resolve
 from flare_ray.recipes.registry import find_recipe
@@ -159,17 +159,12 @@ def _shares(
     grouped: dict[tuple[str, str], list[StoredWeight]] = defaultdict(list)
     for weight in weights:
         grouped[weight.spec.family, _format_name(weight)].append(weight)
-    shares = [
-        Share(
-            family,
-            name,
-            sum(len(weight.parts) for weight in group),
-            len(group),
-            sum(math.prod(weight.spec.shape) for weight in group),
-            sum(weight.num_bytes for weight in group),
-        )
-        for (family, name), group in grouped.items()
-    ]
+    shares = []
+    for (family, name), group in grouped.items():
+        parts = distinct_parts(group)
+        params = sum(math.prod(weight.spec.shape) for weight in group)
+        num_bytes = sum(part.num_bytes for part in parts)
+        shares.append(Share(family, name, len(parts), len(group), params, num_bytes))
     prefixes = recipe.tolerated_prefixes if recipe is not None else ()
     tolerated: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     for tensor in index.tensors.values():

@@ -41,6 +41,7 @@ from flare_ray.device.ops.rmsnorm import triton as norm
 from flare_ray.device.ops.router import reference as router_reference
 from flare_ray.device.ops.router import triton as router
 from flare_ray.device.ops.row_gather import triton as row_gather
+from flare_ray.device.ops.row_gather.api import StoredRows
 from flare_ray.device.ops.short_conv import reference as conv_reference
 from flare_ray.device.ops.short_conv import triton as conv
 from flare_ray.device.ops.swiglu import reference as swiglu_reference
@@ -154,14 +155,16 @@ def test_mxfp4_experts(few_rows, rounding):
     assert close(kind(x, ids, weights), wanted, 2e-4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_of_a_table(packed):
+@pytest.mark.parametrize(("packed", "scale"), [(False, 1.0), (False, 0.0371), (True, 1.0)])
+def test_rows_of_a_table(packed, scale):
     values, numbers = torch.randn(50, 160).to(torch.float16), torch.randint(0, 50, (7,))
     exponents = torch.randint(120, 130, (50, 5), dtype=torch.uint8) if packed else None
     wanted = values[numbers].float()
+    wanted *= scale
     if exponents is not None:
         wanted *= (exponents[numbers].int() << 23).view(torch.float32).repeat_interleave(32, 1)
-    got = row_gather.gather(values, exponents, numbers, dtype=torch.float32)
+    stored = StoredRows([values], () if exponents is None else [exponents], scale)
+    got = row_gather.gather(stored, numbers, dtype=torch.float32)
     assert torch.equal(got, wanted)
 
 

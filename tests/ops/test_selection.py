@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from flare_ray.device.ops.pooled_index.api import (
     pool_scores,
     selected_tokens,
 )
+from flare_ray.device.ops.pooled_index.numba import choose
 from flare_ray.errors import ContractViolation
 
 ATOL = 2e-6
@@ -57,6 +59,12 @@ def test_best_pools_treat_both_zeros_alike():
 def test_hidden_pools_may_score_anything():
     scores = torch.tensor([[1.0, float("nan"), float("inf"), 2.0]])
     assert best_pools(scores, torch.tensor([1]), count=2).tolist() == [[0, -1]]
+
+
+def test_pools_of_no_score_leave_no_number_that_is_no_pool():
+    chosen = np.full(4, 99)
+    choose(np.array([np.nan, 1.0, 2.0, np.nan], np.float32), chosen)
+    assert set(chosen.tolist()) <= {-1, 0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("pool", [1, 2, 4, 8])

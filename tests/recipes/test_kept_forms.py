@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flare_ray.cli.inspect import inspect_checkpoint
 from flare_ray.config import EngineConfig
 from flare_ray.device.parallel.groups import run_ranks
 from flare_ray.device.prepare import plan_engine
@@ -130,6 +131,13 @@ def test_a_table_in_fp8_takes_a_byte_an_entry(folders, tmp_path):
         if ".shard_" in name
     )
     assert plain.budget.weights_bytes - packed.budget.weights_bytes == 3 * entries
+
+
+def test_one_scale_of_several_shards_is_reported_once(folders, tmp_path):
+    report = inspect_checkpoint(with_tables(tmp_path / "true", folders["qwen"], packed=True))
+    assert not report.problems
+    assert sum(share.num_bytes for share in report.shares) == report.total_bytes
+    assert sum(share.tensors for share in report.shares) == report.num_tensors
 
 
 def test_a_table_in_fp8_without_its_scale_is_refused(folders, tmp_path):

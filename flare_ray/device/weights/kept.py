@@ -20,7 +20,7 @@ from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.formats.fp8_block import DEFAULT_BLOCK
 from flare_ray.device.weights.formats.mxfp4 import GROUP as MX_GROUP
 from flare_ray.device.weights.formats.nvfp4 import GROUP
-from flare_ray.device.weights.index import CheckpointIndex, scan_checkpoint
+from flare_ray.device.weights.index import DTYPE_BITS, CheckpointIndex, scan_checkpoint
 from flare_ray.device.weights.manifest import check_manifest
 from flare_ray.device.weights.stored import StoredWeight
 from flare_ray.errors import ConfigError
@@ -28,7 +28,6 @@ from flare_ray.recipes.declaration import Family, TensorSpec
 
 EXPERTS = ".experts."
 """Between a layer's prefix and a routed expert's number, in every recipe."""
-STORED_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def _table_form(stored: StoredWeight | None, keeping: Keeping) -> HeldForm:
     if stored is None:
         return HeldForm(off_device=off_device)
     if stored.format is WeightFormat.PLAIN:
-        own = STORED_BYTES[stored.parts["weight"].dtype] if off_device else 0
+        own = DTYPE_BITS[stored.parts["weight"].dtype] // 8 if off_device else 0
         return HeldForm(element_bytes=own, off_device=off_device)
     return HeldForm(
         stored.format,

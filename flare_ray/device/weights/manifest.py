@@ -11,7 +11,7 @@ from pathlib import Path
 from flare_ray.device.weights.formats import WeightFormat
 from flare_ray.device.weights.index import CheckpointIndex, open_checkpoint, scan_checkpoint
 from flare_ray.device.weights.quantisation import Declaration, compare, read_declaration
-from flare_ray.device.weights.stored import StoredWeight, related_names, resolve
+from flare_ray.device.weights.stored import StoredWeight, distinct_parts, related_names, resolve
 from flare_ray.errors import CheckpointError, ContractViolation
 from flare_ray.recipes.declaration import Family, TensorSpec
 
@@ -36,7 +36,7 @@ class ValidatedWeights:
     def total_bytes(self) -> int:
         """Stored bytes of these tensors, scales included. Each tensor's bytes were compared with
         its type and shape, and those with its spec."""
-        return sum(weight.num_bytes for weight in self.weights.values())
+        return sum(part.num_bytes for part in distinct_parts(self.weights.values()))
 
     def formats(self) -> Mapping[WeightFormat, int]:
         """Number of listed tensors stored in each format."""

@@ -23,7 +23,7 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from flare_ray.device.weights.formats import WeightFormat, mxfp4
@@ -74,6 +74,11 @@ class StoredWeight:
     def quantises_activations(self) -> bool:
         """The checkpoint declares W4A4: an activation scale is stored beside the weight."""
         return "input_scale" in self.parts
+
+
+def distinct_parts(weights: Iterable[StoredWeight]) -> list[StoredTensor]:
+    """Stored tensors of these weights, each once: the shards of a table share their scale."""
+    return list({part.name: part for weight in weights for part in weight.parts.values()}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def choose(scores, chosen):
     """Numbers of the best scores [seen] in ascending order, equal ones from the lowest on, then
     -1."""
     seen, wanted = scores.shape[0], min(scores.shape[0], chosen.shape[0])
-    chosen[wanted:] = -1
+    chosen[:] = -1  # all of them: where scores are NaN, fewer than wanted are found
     if wanted == 0:
         return
     least = np.partition(scores, seen - wanted)[seen - wanted]

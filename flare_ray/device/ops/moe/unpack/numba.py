@@ -15,8 +15,9 @@ from torch import Tensor
 from flare_ray.device.ops.moe.packed import Fp4Stack, Mxfp4Stack
 from flare_ray.device.ops.numba import inner_ordered, kernel, matrix, vector
 from flare_ray.device.ops.panels.numba import PANEL
+from flare_ray.device.weights.formats.nvfp4 import MAGNITUDES
 
-_CODES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_CODES = torch.tensor([*MAGNITUDES, *(-size for size in MAGNITUDES)])
 _BYTES = torch.arange(256, dtype=torch.uint8)
 _EXPONENTS = _BYTES.view(torch.float8_e8m0fnu).to(torch.float32)
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).to(torch.float32)
@@ -91,7 +92,6 @@ def unpack(stack: Fp4Stack, chosen: Tensor, gate_up: Tensor, down: Tensor) -> No
         chosen: int64 experts; numbers beyond the stack's are left alone.
         gate_up, down: panels [>= E, ..] float32 (`panels.packed`), written in place.
     """
-    powers = isinstance(stack, Mxfp4Stack)
     sense, factors, table = NO_FACTOR, 0, _EXPONENTS
     if not isinstance(stack, Mxfp4Stack):
         sense, factors = DIVIDES if stack.divides else MULTIPLIES, stack.factors.data_ptr()
@@ -115,7 +115,7 @@ def unpack(stack: Fp4Stack, chosen: Tensor, gate_up: Tensor, down: Tensor) -> No
             experts,
             rows,
             2 * half,
-            32 if powers else 16,
+            2 * half // scales.shape[2],
             first,
             sense,
         )
