@@ -11,6 +11,9 @@ from rich.console import Console
 
 from benchmarks.support.results import RESULTS, BenchmarkResult, read_result, targets_table
 
+PIPED_WIDTH = 160
+"""Columns of the table where no terminal says its own: no name is cut."""
+
 
 def summarise(folder: Path, console: Console) -> int:
     """Print the table of a results folder; returns the process's exit status."""
@@ -39,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.folder.is_dir() and options.folder != RESULTS:
         parser.error(f"no such folder: {options.folder}")
-    return summarise(options.folder, Console())
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PIPED_WIDTH)
+    return summarise(options.folder, console)
 
 
 if __name__ == "__main__":
