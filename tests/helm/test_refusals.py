@@ -159,6 +159,36 @@ REFUSED = {
     "all nodes away": ({"podDisruptionBudget__maxUnavailable": 1}, "of 1 node(s)"),
     "model's name in quotes": ({"model__name": 'a"b'}, "/model/name"),
     "gateway without name": ({"gateway__enabled": True}, "set gateway.name"),
+    "host in upper case": (
+        {"ingress__enabled": True, "ingress__tlsSecret": "x", "ingress__host": "Models.example"},
+        'ingress.host "Models.example" is not a DNS name',
+    ),
+    "address as a host of the gateway": (
+        {"gateway": {"enabled": True, "name": "x", "sectionName": "x", "hostnames": ["https://x"]}},
+        'gateway.hostnames "https://x" is not a DNS name',
+    ),
+    "certificate without ingress": ({"ingress__tlsSecret": "x"}, "unless ingress.enabled"),
+    "hosts without gateway": ({"gateway__hostnames": ["x.example"]}, "unless gateway.enabled"),
+    # Pods.
+    "checkpoint that leads out": ({"model__checkpoint": "a/../../b"}, "without .."),
+    "GPUs that are CPUs": ({"worker__gpuResource": "cpu"}, 'worker.gpuResource "cpu"'),
+    "variable of the chart": (
+        {"worker__extraEnv": [{"name": "RAY_SERVE_ENABLE_HA_PROXY", "value": "0"}]},
+        'worker.extraEnv: name "RAY_SERVE_ENABLE_HA_PROXY" stands twice (the chart sets',
+    ),
+    "variable given twice": (
+        {"httpWorkers__extraEnv": [{"name": "A", "value": "0"}, {"name": "A", "value": "1"}]},
+        'httpWorkers.extraEnv: name "A" stands twice (both in this list)',
+    ),
+    "variable without a name": ({"head__extraEnv": [{"nmae": "A"}]}, "an entry has no name"),
+    "volume of the chart": (
+        {"worker__extraVolumes": [{"name": "shm", "emptyDir": {}}]},
+        'worker.extraVolumes: name "shm" stands twice',
+    ),
+    "mount over the chart's": (
+        {"worker__extraVolumeMounts": [{"name": "a", "mountPath": "/models"}]},
+        'worker.extraVolumeMounts: mountPath "/models" stands twice',
+    ),
 }
 
 

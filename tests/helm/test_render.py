@@ -1,5 +1,6 @@
 """The rendered chart: lint, closed schemas, Serve's own schema and the project's strict check."""
 
+import itertools
 import json
 
 import pytest
@@ -73,6 +74,16 @@ EVERYTHING = {
     "worker__extraVolumes": [{"name": "cache", "emptyDir": {}}],
     "worker__extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
     "worker__readinessProbe": {"exec": {"command": ["true"]}},
+    "httpWorkers__extraEnv": [{"name": "LOG_FORMAT", "value": "json"}],
+    "httpWorkers__extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "httpWorkers__extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "httpWorkers__livenessProbe": {"exec": {"command": ["true"]}},
+    "httpWorkers__readinessProbe": {"exec": {"command": ["true"]}},
+    "httpWorkers__tolerations": [{"key": "http", "operator": "Exists"}],
+    "httpWorkers__affinity": {"podAntiAffinity": {}},
+    "httpWorkers__topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
     "serviceAccount__annotations": {"role": "none"},
     "networkPolicy__httpFrom": [{"podSelector": {"matchLabels": {"app": "gateway"}}}],
 }
@@ -182,6 +193,47 @@ def test_sum_of_bytes_is_what_plan_says(tmp_path, name, config, ranks, context, 
     settings = EngineConfig.model_validate({**arguments, "checkpoint": str(tmp_path)})
     planned = rank_bytes(plan_engine(settings)) / GIB
     assert told == pytest.approx(planned, rel=SIZE_TOLERANCE_RATIO, abs=0.05)
+
+
+POD_SETTINGS = {
+    "nodeSelector": {"pool": "a"},
+    "tolerations": [{"key": "a", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
+    "priorityClassName": "high",
+    "annotations": {"note": "a"},
+    "extraEnv": [{"name": "A", "value": "1"}],
+    "extraVolumes": [{"name": "cache", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "livenessProbe": {"exec": {"command": ["true"]}},
+    "readinessProbe": {"exec": {"command": ["true"]}},
+}
+
+
+GROUPS = {"head": "head", "worker": "engines", "httpWorkers": "http"}
+ONE_POD = ("head", "topologySpreadConstraints")
+"""What is no value: a cluster has one head, there is nothing to spread."""
+
+
+def holds(node, part):
+    """Whether `part` stands somewhere in an object."""
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return node == part or any(holds(child, part) for child in children)
+
+
+@pytest.mark.parametrize(
+    ("section", "setting"),
+    [pair for pair in itertools.product(GROUPS, POD_SETTINGS) if pair != ONE_POD],
+)
+def test_setting_of_a_pod_reaches_its_group_and_no_other(section, setting):
+    given = POD_SETTINGS[setting]
+    values = changed(read_values("glm-4gpu"), httpWorkers__replicas=1)
+    before = pod_templates(rayservice(values))
+    after = pod_templates(rayservice(changed(values, **{f"{section}__{setting}": given})))
+    assert [name for name in after if after[name] != before[name]] == [GROUPS[section]]
+    assert holds(after[GROUPS[section]], given[0] if isinstance(given, list) else given)
 
 
 def test_head_takes_no_replica():

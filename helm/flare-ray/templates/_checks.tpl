@@ -13,6 +13,49 @@
 {{- include "flare.checkWeights" . -}}
 {{- include "flare.checkUpgrade" . -}}
 {{- include "flare.checkAccess" . -}}
+{{- include "flare.checkPods" . -}}
+{{- end -}}
+
+{{/*
+What a pod's values may not repeat. Kubernetes takes the last of two variables and says nothing; of two volumes or
+mounts it takes neither, but only once KubeRay makes the pod.
+*/}}
+{{- define "flare.checkPods" -}}
+{{- $v := .Values -}}
+{{- $env := include "flare.env" . | fromYamlArray -}}
+{{- range $section, $kind := dict "head" "head" "worker" "engine" "httpWorkers" "http" -}}
+{{- $pod := get $v $section -}}
+{{- $context := dict "root" $ "kind" $kind "pod" $pod -}}
+{{- include "flare.checkOnce" (dict "where" (printf "%s.extraEnv" $section) "field" "name" "given" $pod.extraEnv "own" $env) -}}
+{{- include "flare.checkOnce" (dict "where" (printf "%s.extraVolumes" $section) "field" "name" "given" $pod.extraVolumes "own" (include "flare.volumes" $context | fromYamlArray)) -}}
+{{- include "flare.checkOnce" (dict "where" (printf "%s.extraVolumeMounts" $section) "field" "mountPath" "given" $pod.extraVolumeMounts "own" (include "flare.mounts" $context | fromYamlArray)) -}}
+{{- end -}}
+{{- if not (regexMatch "^[a-z0-9][-.a-z0-9]*/[-._a-zA-Z0-9]+$" $v.worker.gpuResource) -}}
+{{- fail (printf "worker.gpuResource %q is not a device plugin's resource: name it as VENDOR/NAME, such as nvidia.com/gpu" $v.worker.gpuResource) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuse an entry without its `field`, or one that repeats another's or the chart's. Arguments: where, field, given, own. */}}
+{{- define "flare.checkOnce" -}}
+{{- $seen := dict -}}
+{{- range .own -}}{{- $_ := set $seen (get . $.field) "the chart sets it itself" -}}{{- end -}}
+{{- range .given -}}
+{{- $name := get . $.field | toString -}}
+{{- if not $name -}}
+{{- fail (printf "%s: an entry has no %s: %s" $.where $.field (toJson .)) -}}
+{{- end -}}
+{{- with get $seen $name -}}
+{{- fail (printf "%s: %s %q stands twice (%s): remove it" $.where $.field $name .) -}}
+{{- end -}}
+{{- $_ := set $seen $name "both in this list" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Refuse what no DNS name can be. Arguments: where, host. */}}
+{{- define "flare.checkHost" -}}
+{{- if not (regexMatch "^([*][.])?([a-z0-9]([-a-z0-9]*[a-z0-9])?[.])*[a-z0-9]([-a-z0-9]*[a-z0-9])?$" .host) -}}
+{{- fail (printf "%s %q is not a DNS name: write it in lower case, without scheme, port or path" .where .host) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "flare.checkFit" -}}
@@ -122,6 +165,9 @@
 {{- if and (ne $w.source "hostPath") $w.hostPath -}}
 {{- fail (printf "weights.hostPath is set, weights.source is %s: change one" $w.source) -}}
 {{- end -}}
+{{- if has ".." (splitList "/" .Values.model.checkpoint) -}}
+{{- fail (printf "model.checkpoint %s leads out of its folder: give the path without .." .Values.model.checkpoint) -}}
+{{- end -}}
 {{- if and (ne $w.source "image") (hasPrefix "/" .Values.model.checkpoint) (not (hasPrefix (printf "%s/" $w.mountPath) .Values.model.checkpoint)) -}}
 {{- fail (printf "model.checkpoint %s lies outside weights.mountPath %s" .Values.model.checkpoint $w.mountPath) -}}
 {{- end -}}
@@ -183,9 +229,18 @@
 {{- if not $i.host -}}
 {{- fail "ingress.enabled: set ingress.host" -}}
 {{- end -}}
+{{- include "flare.checkHost" (dict "where" "ingress.host" "host" $i.host) -}}
 {{- if and (not $i.tlsSecret) (not $i.allowPlainHttp) -}}
 {{- fail "ingress.enabled without ingress.tlsSecret: prompts would travel in plain text; name the certificate's secret or set allowPlainHttp" -}}
 {{- end -}}
+{{- else if or $i.host $i.tlsSecret $i.className -}}
+{{- fail "ingress.host, tlsSecret and className do nothing unless ingress.enabled" -}}
+{{- end -}}
+{{- if and (not $g.enabled) (or $g.name $g.namespace $g.sectionName $g.hostnames) -}}
+{{- fail "gateway.name, namespace, sectionName and hostnames do nothing unless gateway.enabled" -}}
+{{- end -}}
+{{- range $g.hostnames -}}
+{{- include "flare.checkHost" (dict "where" "gateway.hostnames" "host" .) -}}
 {{- end -}}
 {{- if and $g.enabled (not $g.name) -}}
 {{- fail "gateway.enabled: set gateway.name" -}}

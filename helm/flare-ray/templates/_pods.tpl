@@ -107,30 +107,41 @@ spec:
       securityContext:
         {{- include "flare.containerSecurity" $root | nindent 8 }}
       volumeMounts:
-        - {name: shm, mountPath: /dev/shm}
-        - {name: ray-logs, mountPath: /tmp/ray}
-        {{- if ne $v.weights.source "image" }}
-        - {name: weights, mountPath: {{ $v.weights.mountPath }}, readOnly: true}
-        {{- end }}
-        {{- if and (include "flare.keysSecret" $root) (ne .kind "head") }}
-        - {name: api-keys, mountPath: {{ include "flare.keysPath" $root }}, readOnly: true}
-        {{- end }}
+        {{- include "flare.mounts" . | nindent 8 }}
         {{- with $pod.extraVolumeMounts }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
   volumes:
-    - name: shm
-      emptyDir: {medium: Memory, sizeLimit: {{ $pod.shm }}}
-    - name: ray-logs
-      emptyDir: {}
-    {{- if ne $v.weights.source "image" }}
-    {{- include "flare.weightsVolume" $root | nindent 4 }}
-    {{- end }}
-    {{- if and (include "flare.keysSecret" $root) (ne .kind "head") }}
-    - name: api-keys
-      secret: {secretName: {{ include "flare.keysSecret" $root | quote }}, defaultMode: 0440}
-    {{- end }}
+    {{- include "flare.volumes" . | nindent 4 }}
     {{- with $pod.extraVolumes }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+{{- end -}}
+
+{{/* The chart's own mounts of a pod. Arguments as for flare.pod. */}}
+{{- define "flare.mounts" -}}
+{{- $v := .root.Values -}}
+- {name: shm, mountPath: /dev/shm}
+- {name: ray-logs, mountPath: /tmp/ray}
+{{- if ne $v.weights.source "image" }}
+- {name: weights, mountPath: {{ $v.weights.mountPath }}, readOnly: true}
+{{- end }}
+{{- if and (include "flare.keysSecret" .root) (ne .kind "head") }}
+- {name: api-keys, mountPath: {{ include "flare.keysPath" .root }}, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{/* The chart's own volumes of a pod. Arguments as for flare.pod. */}}
+{{- define "flare.volumes" -}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .pod.shm }}}
+- name: ray-logs
+  emptyDir: {}
+{{- if ne .root.Values.weights.source "image" }}
+{{ include "flare.weightsVolume" .root }}
+{{- end }}
+{{- if and (include "flare.keysSecret" .root) (ne .kind "head") }}
+- name: api-keys
+  secret: {secretName: {{ include "flare.keysSecret" .root | quote }}, defaultMode: 0440}
+{{- end }}
 {{- end -}}
