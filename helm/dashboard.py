@@ -12,7 +12,6 @@ from flare_ray.metrics import names
 from flare_ray.metrics.names import Kind, Series
 
 SELECT = 'model_name=~"$model",engine=~"$engine"'
-SELECT_HTTP = 'model_name=~"$model"'
 RATE = "$__rate_interval"
 COLUMNS = 2
 WIDTH = 12
@@ -46,7 +45,6 @@ def latency(title: str, metric: Series) -> tuple[str, str, list[tuple[str, str]]
 def panels() -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Title, unit, and (query, legend) pairs, in reading order."""
     offered, accepted = names.SPEC_DRAFT_TOKENS, names.SPEC_ACCEPTED_TOKENS
-    http = f"sum by (status) (rate({series(names.HTTP_REQUESTS, SELECT_HTTP)}[{RATE}]))"
     return [
         (
             "Requests",
@@ -118,7 +116,6 @@ def panels() -> list[tuple[str, str, list[tuple[str, str]]]]:
             [(rate(names.ROUNDS, "verify_width"), "width {{verify_width}}")],
         ),
         latency("Round", names.ROUND_SECONDS),
-        ("HTTP answers", "reqps", [(http, "{{status}}")]),
         ("Controller's CPU", "percentunit", [(rate(names.CONTROLLER_CPU, "engine"), "{{engine}}")]),
     ]
 
