@@ -316,7 +316,7 @@ def readme_text() -> str:
         "",
         "```",
         "cd helm/flare-ray",
-        "helm template my-model . -f values-glm-4gpu.yaml | flare-ray check -",
+        "flare-ray check values-glm-4gpu.yaml",
         "helm install my-model . -f values-glm-4gpu.yaml",
         "```",
         "",

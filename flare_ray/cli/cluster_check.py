@@ -1,4 +1,6 @@
-"""What `flare-ray check` says of a rendered chart: its Serve configuration and whether it fits.
+"""What `flare-ray check` says of a chart: its Serve configuration, whether it fits, its secrets.
+
+Values are rendered first (chart_check.py); rendered objects are read as they are.
 
 The worker groups of a RayService are taken as nodes, and engines and HTTP replicas are placed on
 them as Ray would: all ranks of an engine on one node (STRICT_PACK). Nothing is asked of a cluster.
@@ -15,6 +17,7 @@ from typing import Any
 import yaml
 
 from flare_ray.actors.preflight import Bundle, engine_bundles, total_of
+from flare_ray.cli.chart_check import find_chart, may_be_values, paths_of, render_values
 from flare_ray.cli.config_check import (
     IMPORT_PATH,
     Checked,
@@ -22,7 +25,9 @@ from flare_ray.cli.config_check import (
     UniqueKeyLoader,
     check_document,
     check_file,
+    open_access,
 )
+from flare_ray.cli.secret_check import Origin, needed_secrets, object_origin, secret_problems
 from flare_ray.config import DeploymentConfig
 from flare_ray.errors import CapacityError, ConfigError
 
@@ -31,6 +36,8 @@ KIND = "RayService"
 GPU_SUFFIX = "gpu"
 """KubeRay counts as GPUs every resource whose name ends so."""
 SERVE_FLAGS = "RAY_SERVE_"
+SIZING = "flare-ray/sizing"
+"""Annotation in which the chart tells the bytes of a rank and what its GPU offers."""
 TOLERANCE = 1e-6
 
 
@@ -43,35 +50,71 @@ class Group:
     node: Mapping[str, float]
 
 
-def check_source(source: Path) -> str:
-    """What a deployment file, or the output of `helm template`, deploys; "-" is standard input.
+def check_source(
+    source: Path, *, chart: Path | None = None, secrets: frozenset[str] | None = None
+) -> str:
+    """What a deployment file, values of the chart, or the output of `helm template` deploys.
 
+    Args:
+        source: "-" is standard input.
+        chart: the chart's folder; says that `source` holds values. Otherwise seen from its keys.
+        secrets: names that exist; None = unknown.
     Raises:
-        ConfigError: everything that is wrong with it, one line each.
+        ConfigError: everything that is wrong with it, one line each; of values that the chart
+            refuses by a rule, the first.
         CapacityError: engines or HTTP replicas do not fit the worker groups.
     """
     piped = str(source) == STANDARD_INPUT
-    if piped:
-        text = sys.stdin.read()
-    elif source.is_file():
-        text = source.read_text(encoding="utf-8", errors="replace")
-    else:
+    if not piped and not source.is_file():
         return check_file(source)
     name = "standard input" if piped else str(source)
+    text = sys.stdin.read() if piped else source.read_text(encoding="utf-8", errors="replace")
     try:
-        documents = list(yaml.load_all(text, Loader=UniqueKeyLoader))
+        documents = [item for item in yaml.load_all(text, Loader=UniqueKeyLoader) if item]
     except yaml.YAMLError as error:
         raise ConfigError(f"{name} is not YAML: {error}") from error
-    services = [item for item in documents if isinstance(item, dict) and item.get("kind") == KIND]
-    if services:
-        return "\n".join(_service_text(service, name) for service in services)
-    if not piped:
+    objects = [item for item in documents if isinstance(item, dict)]
+    if any(item.get("kind") == KIND for item in objects):
+        return _objects_text(objects, name, secrets, origin=object_origin(objects))
+    if chart is None and piped:
+        raise ConfigError(
+            f"{name} holds no {KIND}: pipe the output of `helm template` into it, or name a file"
+        )
+    if chart is None and not (len(objects) == 1 and may_be_values(objects[0])):
         return check_file(source)
-    raise ConfigError(f"{name} holds no {KIND}: pipe the output of `helm template` into it")
+    if len(documents) != len(objects) or len(objects) > 1:
+        raise ConfigError(f"{name}: values must be one mapping")
+    values = objects[0] if objects else {}
+    rendered = render_values(values, chart or find_chart(source), name=name)
+
+    def origin(secret: str) -> str:
+        return ", ".join(paths_of(rendered.values, secret)) or object_origin(rendered.objects)(
+            secret
+        )
+
+    return _objects_text(rendered.objects, name, secrets, origin=origin)
+
+
+def _objects_text(
+    objects: list[Document], name: str, secrets: frozenset[str] | None, *, origin: Origin
+) -> str:
+    """What rendered objects deploy: their services, then the secrets they need."""
+    services = [item for item in objects if item.get("kind") == KIND]
+    lines = [_service_text(service, name) for service in services]
+    if secrets is not None:
+        problems = list(secret_problems(objects, secrets, origin))
+        if problems:
+            raise ConfigError("\n".join([f"{name}:", *problems]))
+    needed = [f"{secret} ({origin(secret)})" for secret in needed_secrets(objects)]
+    if needed:
+        verb = "must exist" if secrets is None else "exist"
+        lines.append(f"secrets that {verb}: {', '.join(needed)}")
+    return "\n".join(lines)
 
 
 def _service_text(service: Mapping[str, Any], name: str) -> str:
-    where = f"{name}: {KIND} {service.get('metadata', {}).get('name', '?')}"
+    metadata = service.get("metadata") or {}
+    where = f"{name}: {KIND} {metadata.get('name', '?')}"
     spec = service.get("spec") or {}
     try:
         document = yaml.load(spec.get("serveConfigV2") or "", Loader=UniqueKeyLoader)
@@ -87,7 +130,9 @@ def _service_text(service: Mapping[str, Any], name: str) -> str:
     groups = worker_groups(cluster)
     fitted = fit(checked, groups)
     nodes = ", ".join(f"{group.count} x {_text(group.node)} ({group.name})" for group in groups)
-    return "\n".join([f"{where}: correct", *fitted, f"on {nodes}"])
+    sizing = (metadata.get("annotations") or {}).get(SIZING)
+    lines = [f"{where}: correct", *fitted, f"on {nodes}", *([sizing] if sizing else [])]
+    return "\n".join(lines + open_access(checked))
 
 
 def worker_groups(cluster: Mapping[str, Any]) -> list[Group]:

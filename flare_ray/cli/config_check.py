@@ -63,11 +63,7 @@ def check_file(path: Path) -> str:
             f"rank(s) on {engine.device} ({needs} on one node each), "
             f"{config.ingress.min_replicas} to {config.ingress.max_replicas} HTTP replica(s)"
         )
-        if config.ingress.keys_file is None:
-            lines.append(
-                f"application {name}: no API keys (ingress.keys_file): whoever reaches "
-                f"{checked.document['http_options']['host']} may use it"
-            )
+    lines += open_access(checked)
     others = [
         application.get("name", "default")
         for application in checked.document["applications"]
@@ -75,6 +71,16 @@ def check_file(path: Path) -> str:
     ]
     lines += [f"application {name}: not this project's, its args are unchecked" for name in others]
     return "\n".join(lines)
+
+
+def open_access(checked: Checked) -> list[str]:
+    """One line for each application that asks for no API keys."""
+    host = checked.document["http_options"]["host"]
+    return [
+        f"application {name}: no API keys (ingress.keys_file): whoever reaches {host} may use it"
+        for name, config in checked.configs.items()
+        if config.ingress.keys_file is None
+    ]
 
 
 def read_document(path: Path) -> Document:
@@ -179,7 +185,7 @@ def unknown_keys(value: Any, model: type[BaseModel], path: str) -> Iterator[str]
         where = f"{path}.{key}" if path else str(key)
         field = known.get(key)
         if field is None:
-            yield f"{where}: unknown key{_suggestion(str(key), list(known))}"
+            yield f"{where}: unknown key{suggestion(str(key), list(known))}"
             continue
         inner, is_list = _inner_model(field.annotation)
         if inner is None:
@@ -294,7 +300,8 @@ def _violations(error: ValidationError, prefix: str) -> Iterator[str]:
             yield f"{path}: {message}, got {item['input']!r}"
 
 
-def _suggestion(key: str, known: list[str]) -> str:
+def suggestion(key: str, known: list[str]) -> str:
+    """What an unknown key may have meant: "; did you mean ...", or the keys that are known."""
     foreign = setting_known_as(key)
     if foreign is not None:
         return f"; here it is engine.{SETTINGS[foreign]}"

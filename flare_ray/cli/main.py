@@ -126,23 +126,42 @@ class Prepare(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Check a deployment file strictly, or what `helm template` writes: every key, every value,
-    and whether a rendered cluster fits."""
+    """Check a deployment file, values of the Helm chart, or what `helm template` writes: every key,
+    every value, and whether a rendered cluster fits."""
 
     file: Annotated[
         Path,
         typer.Argument(
-            help="Deployment file (YAML), or rendered objects; - is standard input.",
+            help="Deployment file (YAML), values of the chart, or rendered objects; - is standard "
+            "input.",
             metavar="FILE|-",
             allow_dash=True,
         ),
     ]
+    chart: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the chart whose values FILE holds; otherwise FILE's own folder, or "
+            "helm/flare-ray.",
+            metavar="FOLDER",
+        ),
+    ] = None
+    secrets: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of the secrets that exist, as `kubectl get secrets -o name` prints them: "
+            "others that the objects need are refused.",
+            metavar="NAMES",
+        ),
+    ] = None
 
     def run(self) -> int:
         """Print what it deploys."""
         from flare_ray.cli.cluster_check import check_source
+        from flare_ray.cli.secret_check import parse_names
 
-        typer.echo(check_source(self.file))
+        secrets = None if self.secrets is None else parse_names(self.secrets)
+        typer.echo(check_source(self.file, chart=self.chart, secrets=secrets))
         return 0
 
 
