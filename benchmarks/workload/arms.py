@@ -1,7 +1,7 @@
 """The arms as engines of this process: the same checkpoint, one setting apart (contract: B2).
 
-Every arm has its own engine, prefix cache and policy; idle engines sleep. An arm whose engine
-refuses to start by name (history drafts, until a recipe offers them) is kept with its reason.
+Every arm has its own engine, prefix cache, history and policy; idle engines sleep. An arm whose
+engine refuses to start by name is kept with its reason.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ DRAFTS = 5
 OFF, ADAPTIVE, COPIES, HISTORY = "off", "adaptive", "adaptive-copies", "adaptive-history"
 FIXED = tuple(f"fixed-{drafts}" for drafts in range(DRAFTS + 1))
 ARMS = (OFF, *FIXED, ADAPTIVE, COPIES, HISTORY)
+"""Of the frozen workload's run."""
+REQUEST, TEXT, ALONE = "adaptive-request", "adaptive-text", "copies-only"
+COPYING: dict[str, dict[str, Any]] = {
+    HISTORY: {"history_drafts": True},
+    REQUEST: {"request_drafts": True},
+    TEXT: {"history_drafts": True, "request_drafts": True},
+    ALONE: {"history_drafts": True, "request_drafts": True, "learned_drafts": False},
+}
+"""Arms that copy from shared history, from their own text, from both, and those copies without any
+other draft."""
 ENGINE: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
@@ -48,9 +58,9 @@ def speculation_of(name: str) -> dict[str, Any]:
         return {"draft_tokens": DRAFTS, "policy": "fixed", "fixed_width": width}
     if name in (ADAPTIVE, COPIES):
         return {"draft_tokens": DRAFTS, "policy": "adaptive"}
-    if name == HISTORY:
-        return {"draft_tokens": DRAFTS, "policy": "adaptive", "history_drafts": True}
-    raise ConfigError(f"no arm {name!r}; known: {', '.join(ARMS)}")
+    if name in COPYING:
+        return {"draft_tokens": DRAFTS, "policy": "adaptive", **COPYING[name]}
+    raise ConfigError(f"no arm {name!r}; known: {', '.join(dict.fromkeys((*ARMS, *COPYING)))}")
 
 
 def engine_settings(name: str, checkpoint: Path, engine: dict[str, Any]) -> dict[str, Any]:

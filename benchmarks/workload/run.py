@@ -2,10 +2,10 @@
 
 Engines of this process, one an arm, take turns on the same few conversations (contract: B2): no
 drafter, every fixed depth from zero, adaptive, adaptive with predicted edits offered as copies, and
-adaptive with history drafts where a recipe offers them. Sampling is the checkpoint's default, drawn
-by position (contract: S8): every arm writes the same tokens, so pairs differ in time alone, and a
-difference in work is a fault that the result counts. Then the service is compared with a minimal
-replay of its rounds (contract: C7). Estimated at six to seven minutes on two quiet cores.
+adaptive with history drafts. Sampling is the checkpoint's default, drawn by position (contract:
+S8): every arm writes the same tokens, so pairs differ in time alone, and a difference in work is a
+fault that the result counts. Then the service is compared with a minimal replay of its rounds
+(contract: C7). Estimated at six to seven minutes on two quiet cores.
 
 Writes `workload.json`, and beside it the report, `workload.md` and `workload.html`; with `--greedy`
 the same at temperature 0 as `workload_greedy`. Observations go to `--out`, where an interrupted run

@@ -65,6 +65,8 @@ SETTINGS: dict[str, str] = {
     "inter_token_slo": "speculation.inter_token_slo_ms",
     "decision_log": "speculation.decision_log",
     "history_drafts": "speculation.history_drafts",
+    "request_drafts": "speculation.request_drafts",
+    "learned_drafts": "speculation.learned_drafts",
     "max_waiting": "admission.max_waiting",
     "max_waiting_tokens": "admission.max_waiting_tokens",
     "retry_after": "admission.retry_after_s",
@@ -227,6 +229,14 @@ class EngineOptions:
         bool | None,
         _setting("history_drafts", flags="--history-drafts/--no-history-drafts"),
     ] = None
+    request_drafts: Annotated[
+        bool | None,
+        _setting("request_drafts", flags="--request-drafts/--no-request-drafts"),
+    ] = None
+    learned_drafts: Annotated[
+        bool | None,
+        _setting("learned_drafts", flags="--learned-drafts/--no-learned-drafts"),
+    ] = None
     max_waiting: Annotated[int | None, _setting("max_waiting")] = None
     max_waiting_tokens: Annotated[int | None, _setting("max_waiting_tokens")] = None
     retry_after: Annotated[float | None, _setting("retry_after")] = None
@@ -275,6 +285,8 @@ class EngineOptions:
             "--fixed-width": self.fixed_width not in (None, 1),
             "--mtp-adaptive-verification": bool(self.mtp_adaptive_verification),
             "--history-drafts": bool(self.history_drafts),
+            "--request-drafts": bool(self.request_drafts),
+            "--no-learned-drafts": self.learned_drafts is False,
         }
         clashing = [flag for flag, needed in needs_drafts.items() if needed]
         if clashing:
@@ -286,8 +298,11 @@ class EngineOptions:
         # Wishes of the file that only drafts could fulfil.
         if speculation.get("fixed_width") is not None:
             changed["speculation.fixed_width"] = None
-        if speculation.get("history_drafts"):
-            changed["speculation.history_drafts"] = False
+        for name in ("history_drafts", "request_drafts"):
+            if speculation.get(name):
+                changed[f"speculation.{name}"] = False
+        if speculation.get("learned_drafts") is False:
+            changed["speculation.learned_drafts"] = True
         return changed
 
     def _policy(self, speculation: Mapping[str, Any]) -> dict[str, Any]:

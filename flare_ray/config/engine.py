@@ -69,9 +69,42 @@ class SpeculationConfig(BaseModel, frozen=True, extra="forbid"):
     )
     history_drafts: bool = Field(
         False,
-        description="Copy drafts from shared decoded history (contract: H2); refused until a "
-        "recipe offers it.",
+        description="Copy drafts from what earlier requests of the same cache_salt generated, the "
+        "last 65,536 tokens of the engine, where copies are expected to pass further than the "
+        "drafter's own (contract: H1, H2).",
     )
+    request_drafts: bool = Field(
+        False,
+        description="Copy drafts from the request's own prompt and output, under the same law "
+        "(contract: H3).",
+    )
+    learned_drafts: bool = Field(
+        True,
+        description="Offer the drafter's own drafts; false leaves copied ones alone, and rounds of "
+        "width one where there is nothing to copy.",
+    )
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Settings that ask for copied drafts."""
+        asked = ("history_drafts", "request_drafts")
+        return tuple(name for name in asked if getattr(self, name))
+
+    @model_validator(mode="after")
+    def _copies_consistent(self) -> SpeculationConfig:
+        if self.learned_drafts:
+            return self
+        if not self.copies:
+            raise ValueError(
+                "learned_drafts: false leaves copied drafts alone; set history_drafts or "
+                "request_drafts"
+            )
+        if self.packed_rows:
+            raise ValueError(
+                "packed_rows are assigned by forecasts of learned drafts; drop them or "
+                "learned_drafts: false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> SpeculationConfig:

@@ -48,8 +48,9 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
         stop_reason: the stop string, token id or token sequence that matched, or None.
         drafts_offered / drafts_accepted / rounds: speculation totals of this request.
         cached_tokens: prompt tokens that were restored from a prefix snapshot.
-        copies_offered / copies_accepted: those of the drafts that were copied from the request's
-            `prediction`.
+        copies_offered / copies_accepted: those of the drafts that were copied from text.
+        predicted_offered / predicted_accepted: those of the copies that the request's `prediction`
+            foretold.
     """
 
     request_id: str
@@ -63,6 +64,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     cached_tokens: int = 0
     copies_offered: int = 0
     copies_accepted: int = 0
+    predicted_offered: int = 0
+    predicted_accepted: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):

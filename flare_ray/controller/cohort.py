@@ -49,7 +49,6 @@ from flare_ray.controller.verification import (
     CohortLane,
     CompletedRound,
     Decision,
-    ProposalSource,
     VerificationPolicy,
 )
 
@@ -131,12 +130,14 @@ class PlanRules:
         eager: programs cost what their lanes use, not what they were captured for.
         own_rounds: constrained requests never share a round with others.
         gate: holds prompts back for an inter-token target; None = they alternate with rounds.
+        copies_alone: the drafter's own drafts are never offered.
     """
 
     eos_ids: tuple[int, ...]
     eager: bool
     own_rounds: bool
     gate: PrefillGate | None = None
+    copies_alone: bool = False
 
 
 class Planner:
@@ -160,6 +161,7 @@ class Planner:
         self._eager = rules.eager
         self._own_rounds = rules.own_rounds
         self._gate = rules.gate
+        self._copies_alone = rules.copies_alone
         self._masks = masks
         self._next_round = 0
         self._prefill_was_last = False
@@ -387,10 +389,12 @@ class Planner:
             del decoding[self._catalog.max_lanes :]
         ceilings = [self._ceiling(live) for live in decoding]
         copies = [_copies(live, ceiling) for live, ceiling in zip(decoding, ceilings, strict=True)]
+        if self._copies_alone:
+            ceilings = [len(copied) for copied, _ in copies]
         cohort = Cohort(
             tuple(
-                CohortLane(live.uid, ceiling, _sources(copied))
-                for live, ceiling, copied in zip(decoding, ceilings, copies, strict=True)
+                CohortLane(live.uid, ceiling, sources)
+                for live, ceiling, (_, sources) in zip(decoding, ceilings, copies, strict=True)
             )
         )
         masked = any(live.matcher is not None for live in decoding)
@@ -401,7 +405,7 @@ class Planner:
         grants: list[PageGrant] = []
         lanes = []
         most_tokens = 0
-        for live, asked, copied in zip(decoding, cohort.lanes, copies, strict=True):
+        for live, asked, (copied, _) in zip(decoding, cohort.lanes, copies, strict=True):
             drafts = min(asked.ceiling, shape.draft_tokens)
             copied, sources = copied[:drafts], asked.sources[:drafts]
             bound = live.consumed_bound
@@ -450,13 +454,10 @@ class Planner:
             live.granted_pages = pages
 
 
-def _copies(live: LiveRequest, ceiling: int) -> tuple[int, ...]:
-    """What the request's prediction says next, at most a draft per depth."""
-    return () if live.follower is None else live.follower.propose(ceiling)
-
-
-def _sources(copies: tuple[int, ...]) -> tuple[int, ...]:
-    return (int(ProposalSource.REQUEST),) * len(copies)
+def _copies(live: LiveRequest, ceiling: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens that the request's round copies, at most `ceiling`, and their sources by depth."""
+    copy = None if live.copies is None else live.copies.propose(ceiling)
+    return ((), ()) if copy is None else (copy.tokens, (copy.source,) * len(copy.tokens))
 
 
 def _within_message(prompts: list[LiveRequest], vocab_bytes: int) -> tuple[LiveRequest, ...]:

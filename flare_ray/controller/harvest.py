@@ -16,6 +16,7 @@ from flare_ray.controller.paging.snapshots import Snapshots
 from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import End
+from flare_ray.controller.verification import ProposalSource
 from flare_ray.errors import ContractViolation
 
 # Plain numbers: an operator of the enumeration costs a microsecond.
@@ -24,6 +25,7 @@ _NO_TOKEN = int(Status.NO_TOKEN)
 _NONFINITE = int(Status.NONFINITE)
 _ENDED = int(Status.EOS | Status.LENGTH)
 _PREFILL = int(Flag.PREFILL)
+_PREDICTION = int(ProposalSource.PREDICTION)
 
 
 class Harvester:
@@ -70,13 +72,17 @@ class Harvester:
             live.in_flight.popleft()
             if live.phase is Phase.ENDED:
                 continue
+            offered: tuple[int, ...] = ()
             if plan.lanes and plan.lanes[place].copy_tokens:
+                offered = plan.lanes[place].copy_sources
                 self._count_copies(live, plan.lanes[place], record)
-            end = self._fold_lane(live, record, now_ns)
+            end = self._fold_lane(live, record, now_ns, offered)
             if end is not None:
                 yield live, end
 
-    def _fold_lane(self, live: LiveRequest, record: LaneRecord, now_ns: int) -> End | Failed | None:
+    def _fold_lane(
+        self, live: LiveRequest, record: LaneRecord, now_ns: int, copied: tuple[int, ...]
+    ) -> End | Failed | None:
         if record.uid != live.uid or record.epoch != live.epoch:
             raise ContractViolation(
                 f"round {record.round_id}: slot {live.slot} answers for request {record.uid} epoch "
@@ -105,17 +111,21 @@ class Harvester:
         live.drafts_offered += record.offered
         live.drafts_accepted += record.accepted
         if not record.tokens:
+            if live.copies is not None:
+                live.copies.prepare()
             return None
         if live.request.top_logprobs >= 0:
             live.scores.extend(unpack_scores(record.scores, len(record.tokens)))
         if live.matcher is not None:
             live.owed.extend(record.tokens)
-        if live.follower is not None:
-            live.follower.advance(record.tokens)
         before = live.stops.generated_tokens
         visible = live.stops.push(record.tokens)
         live.chain.tokens.extend(record.tokens)
-        self._publisher.generated(live.stops.generated_tokens - before)
+        generated = live.stops.generated_tokens - before
+        if live.copies is not None:
+            # What was generated behind a stop is no part of any text.
+            live.copies.advance(record.tokens[:generated], copied)
+        self._publisher.generated(generated)
         self._publisher.visible(live, visible, now_ns)
         if visible.end is None and record.status & _ENDED:
             raise ContractViolation(
@@ -131,12 +141,16 @@ class Harvester:
 
     def _count_copies(self, live: LiveRequest, lane: LanePlan, record: LaneRecord) -> None:
         """Add a round's copied drafts to the totals; a grammar may have replaced some."""
+        source = lane.copy_sources[0]
         offered = min(len(lane.copy_tokens), record.offered)
         passed = zip(lane.copy_tokens, record.tokens[: record.accepted], strict=False)
-        accepted = sum(copy == token for copy, token in passed)
+        accepted = [copy == token for copy, token in passed]
         live.copies_offered += offered
-        live.copies_accepted += accepted
-        self._meters.copies(offered, accepted)
+        live.copies_accepted += sum(accepted)
+        if source == _PREDICTION:
+            live.predicted_offered += offered
+            live.predicted_accepted += sum(accepted)
+        self._meters.copies(source, offered, accepted)
 
     def _score_prompt(self, live: LiveRequest, record: LaneRecord, start: int) -> None:
         """Append the scores that a chunk from token `start` on brings, once each: a prompt that is

@@ -13,6 +13,7 @@ from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.admission import Admission
 from flare_ray.controller.grammar.gate import GrammarGate, Outcome
+from flare_ray.controller.history.copies import Copying
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.publication import Publisher
 from flare_ray.errors import InvalidRequest, Overloaded
@@ -25,6 +26,7 @@ class IntakePorts:
     admission: Admission
     publisher: Publisher
     gate: GrammarGate
+    copying: Copying
 
 
 class Intake:
@@ -50,6 +52,7 @@ class Intake:
         self._admission = ports.admission
         self._publisher = ports.publisher
         self._gate = ports.gate
+        self._copying = ports.copying
         self._admit = admit
         self._forget = forget
         self._deliver = deliver
@@ -93,6 +96,7 @@ class Intake:
 
     def _enqueue(self, live: LiveRequest) -> None:
         self._admission.enqueue(live)
+        live.copies = self._copying.open(live.uid, live.request, live.chain.tokens)
         self._requests[live.request.request_id] = live
         self._publisher.admitted(live)
         # At once, so that the queue's bound counts only those who really wait.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.grammar.matcher import GrammarMatcher
-from flare_ray.controller.history.prediction import PredictionFollower
+from flare_ray.controller.history.copies import RequestCopies
 from flare_ray.controller.paging.chain import TokenChain
 from flare_ray.controller.paging.prefix import Snapshot
 from flare_ray.controller.stops import OutputStops
@@ -78,6 +78,7 @@ class LiveRequest:
         in_flight: unanswered programs of this request, in order.
         drafts_offered / drafts_accepted / rounds: totals over harvested rounds.
         copies_offered / copies_accepted: those of the drafts that were copied.
+        predicted_offered / predicted_accepted: those of the copies that its client predicted.
         charged_tokens: tokens served that its tenant's counter holds.
         share_start: its tenant's counter when its turn comes, as last estimated; orders the queue.
         emitted: some output has been made visible.
@@ -85,7 +86,7 @@ class LiveRequest:
         scores: of generated tokens that are not visible yet, where the request asked for them.
         matcher: its place in its grammar; None = unconstrained. Used by `MaskWriter` only.
         owed: committed tokens that the matcher has not taken yet.
-        follower: its place in its prediction, likewise; None = nothing was predicted.
+        copies: what its rounds may copy; None = it has no source.
     """
 
     request: GenerationRequest
@@ -120,6 +121,8 @@ class LiveRequest:
     drafts_accepted: int = 0
     copies_offered: int = 0
     copies_accepted: int = 0
+    predicted_offered: int = 0
+    predicted_accepted: int = 0
     rounds: int = 0
     first_token_ns: int = 0
     last_delivery_ns: int = 0
@@ -130,12 +133,10 @@ class LiveRequest:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     matcher: GrammarMatcher | None = None
     owed: list[int] = field(default_factory=list)
-    follower: PredictionFollower | None = None
+    copies: RequestCopies | None = None
 
     def __post_init__(self) -> None:
         self.prefill_length = len(self.request.prompt_tokens)
-        if self.request.prediction:
-            self.follower = PredictionFollower(self.request.prediction)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -189,8 +190,8 @@ class LiveRequest:
     @property
     def _needs_tokens(self) -> bool:
         """Whether its next round follows from the tokens of the last one: masks (contract: K1), or
-        where its prediction goes on (contract: H3)."""
-        return self.matcher is not None or (self.follower is not None and self.follower.on_track)
+        what it copies (contract: H2, H3)."""
+        return self.matcher is not None or (self.copies is not None and self.copies.on_track)
 
     @property
     def awaits_tokens(self) -> bool:

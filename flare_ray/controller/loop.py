@@ -44,6 +44,7 @@ from flare_ray.controller.paging.pool import PagePool
 from flare_ray.controller.parts import (
     admission_limits,
     check_settings,
+    copying_of,
     drain_rate,
     plan_rules,
     verification_policy,
@@ -143,6 +144,7 @@ class Controller:
         self._admission = Admission(limits, self._pool, catalog.slots, self._snapshots, drain=drain)
         self._policy = verification_policy(manifest, config, catalog.max_width)
         self._masks = MaskWriter()
+        copying = copying_of(manifest, config, self._policy, catalog.max_width)
         rules = plan_rules(manifest, config)
         self._planner = Planner(
             self._admission, catalog, self._policy, masks=self._masks, rules=rules
@@ -157,7 +159,7 @@ class Controller:
         self._gate = GrammarGate(self._masks, config.admission)
         self._intake = Intake(
             self._requests,
-            IntakePorts(self._admission, self._publisher, self._gate),
+            IntakePorts(self._admission, self._publisher, self._gate, copying),
             admit=self._admit,
             forget=self._forget_id,
             deliver=self._deliver_grammar,

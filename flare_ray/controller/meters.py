@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flare_ray.contracts.cache import CacheStats, TierStats
@@ -14,6 +15,7 @@ from flare_ray.controller.cache import PrefixCache
 from flare_ray.controller.cohort import SubmittedRound
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.ports import RoundResult
+from flare_ray.controller.verification import ProposalSource
 from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Counter, Histogram, Recorder
 
@@ -121,8 +123,7 @@ class Meters:
         self._accepted = recorder.counter(names.SPEC_ACCEPTED_TOKENS)
         self._cut = recorder.counter(names.SPEC_CUT_TOKENS)
         self._forced = recorder.counter(names.SPEC_FORCED_TOKENS)
-        self._copied = recorder.counter(names.SPEC_COPIED_TOKENS)
-        self._copied_accepted = recorder.counter(names.SPEC_COPIED_ACCEPTED_TOKENS)
+        self._copied: dict[tuple[int, int], tuple[Counter, Counter]] = {}
         self._accepted_at: list[Counter] = []
         self._emitted = recorder.counter(names.SPEC_EMITTED)
         self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
@@ -185,10 +186,26 @@ class Meters:
         _raise_to(self._cut, cut)
         _raise_to(self._forced, forced)
 
-    def copies(self, offered: int, accepted: int) -> None:
-        """Copied drafts of one lane and round."""
-        self._copied.add(offered)
-        self._copied_accepted.add(accepted)
+    def copies(self, source: int, offered: int, accepted: Sequence[bool]) -> None:
+        """Copied drafts of one lane and round.
+
+        Args:
+            source: their `ProposalSource`.
+            accepted: by depth; depths beyond it were not.
+        """
+        for depth in range(offered):
+            told, passed = self._copied.get((source, depth)) or self._copied_at(source, depth)
+            told.add()
+            if depth < len(accepted):
+                passed.add(accepted[depth])
+
+    def _copied_at(self, source: int, depth: int) -> tuple[Counter, Counter]:
+        labels = ProposalSource(source).name.lower(), str(depth)
+        found = self._copied[source, depth] = (
+            self._recorder.counter(names.SPEC_COPIED_TOKENS, *labels),
+            self._recorder.counter(names.SPEC_COPIED_ACCEPTED_TOKENS, *labels),
+        )
+        return found
 
     def sample(self) -> None:
         """Gauges, and the CPU time of this thread since the last call."""

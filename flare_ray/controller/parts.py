@@ -11,6 +11,7 @@ from flare_ray.contracts.plan import MAX_EOS_IDS
 from flare_ray.controller.admission import AdmissionLimits
 from flare_ray.controller.cohort import PlanRules
 from flare_ray.controller.drain import DrainRate
+from flare_ray.controller.history.copies import Copying, CopyRules
 from flare_ray.controller.pacing import PrefillGate
 from flare_ray.controller.verification import (
     LoggedPolicy,
@@ -29,8 +30,6 @@ def check_settings(
     Raises:
         ConfigError: names the setting.
     """
-    if config.speculation.history_drafts:
-        raise ConfigError("speculation.history_drafts: no recipe offers copied drafts yet")
     if len(manifest.eos_ids) > MAX_EOS_IDS:
         raise ConfigError(
             f"the checkpoint has {len(manifest.eos_ids)} terminal tokens, a slot holds at most "
@@ -88,6 +87,26 @@ def verification_policy(
     return LoggedPolicy(policy, Path(settings.decision_log), opened)
 
 
+def copying_of(
+    manifest: PreparedManifest, config: EngineConfig, policy: VerificationPolicy, max_width: int
+) -> Copying:
+    """Where copied drafts come from (contract: H2, H3).
+
+    Raises:
+        ConfigError: copies are asked for and no program takes any.
+    """
+    settings = config.speculation
+    if settings.copies and not (manifest.copy_inputs and max_width > 1):
+        raise ConfigError(
+            f"speculation.{settings.copies[0]}: this engine serves no rounds that take copied "
+            "drafts; leave it out, or prepare drafts (families, draft_tokens)"
+        )
+    rules = CopyRules(
+        most=max_width - 1, alone=not settings.learned_drafts, queued=config.queue_depth > 1
+    )
+    return Copying(policy, rules, history=settings.history_drafts, own_text=settings.request_drafts)
+
+
 def plan_rules(manifest: PreparedManifest, config: EngineConfig) -> PlanRules:
     """What plans hold to."""
     target_ms = config.speculation.inter_token_slo_ms
@@ -96,4 +115,5 @@ def plan_rules(manifest: PreparedManifest, config: EngineConfig) -> PlanRules:
         eager=config.eager or manifest.device == "cpu",
         own_rounds=config.grammar.own_rounds or not config.grammar.full_width,
         gate=None if target_ms is None else PrefillGate(1e6 * target_ms),
+        copies_alone=not config.speculation.learned_drafts,
     )

@@ -95,6 +95,8 @@ class Publisher:
             cached_tokens=live.cached_tokens,
             copies_offered=live.copies_offered,
             copies_accepted=live.copies_accepted,
+            predicted_offered=live.predicted_offered,
+            predicted_accepted=live.predicted_accepted,
         )
         self._add(live, item)
         self._close(live)

@@ -254,12 +254,12 @@ def _check_device(config: EngineConfig, recipe: Recipe) -> None:
 
 def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) -> CatalogOptions:
     settings = config.speculation
-    if settings.history_drafts:
-        raise ConfigError(
-            "speculation.history_drafts: copying from decoded history is not built yet; leave it "
-            "off"
-        )
     speculative = settings.families != "ordinary"
+    if settings.copies and not (speculative and recipe.speculation.copy_inputs):
+        raise ConfigError(
+            f"speculation.{settings.copies[0]}: no round of {recipe.name} with families: "
+            f"{settings.families} takes copied drafts; leave it out, or prepare drafts"
+        )
     if not speculative:
         _refuse_drafts(config)
     elif drafter_layers < 1:

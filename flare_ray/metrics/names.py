@@ -192,12 +192,16 @@ SPEC_FORCED_TOKENS = Series(
 SPEC_COPIED_TOKENS = Series(
     "flare_spec_decode_num_copied_tokens",
     Kind.COUNTER,
-    "Drafts copied from clients' predicted outputs and offered to verification.",
+    "Drafts copied from text (shared history, the request's own, its client's prediction) and "
+    "offered to verification, by source and draft position.",
+    labels=("source", "position"),
 )
 SPEC_COPIED_ACCEPTED_TOKENS = Series(
     "flare_spec_decode_num_copied_accepted_tokens",
     Kind.COUNTER,
-    "Copied drafts accepted by verification; the other accepted ones are the drafter's.",
+    "Copied drafts accepted by verification, by source and draft position; the other accepted "
+    "ones are the drafter's.",
+    labels=("source", "position"),
 )
 SPEC_ACCEPTED_TOKENS = Series(
     "flare_spec_decode_num_accepted_tokens",

@@ -238,6 +238,23 @@ def depths_of(run: Run, arm: str, category: str = ALL) -> Depths:
     )
 
 
+def copies_of(run: Run, arm: str, category: str = ALL) -> dict[str, list[tuple[float, float]]]:
+    """Copied drafts by source and depth: (offered, accepted), the first draft first."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for name, value in counters_of(run, arm, category).items():
+        for place, series in enumerate(
+            (names.SPEC_COPIED_TOKENS, names.SPEC_COPIED_ACCEPTED_TOKENS)
+        ):
+            if name.startswith(f"{series.name}_total{{"):
+                labels = dict(_LABEL.findall(name))
+                depths = found.setdefault(labels["source"], {})
+                depths.setdefault(int(labels["position"]), [0.0, 0.0])[place] += value
+    return {
+        source: [(told[0], told[1]) for _, told in sorted(depths.items())]
+        for source, depths in sorted(found.items())
+    }
+
+
 def counters_of(run: Run, arm: str, category: str = ALL) -> dict[str, float]:
     """Growth of the engine's counters over an arm's blocks."""
     total: Counter[str] = Counter()

@@ -161,7 +161,10 @@ REFUSED = {
     "degree": ({"tensor_parallel_size": 8}, "splits over 1, 2, 4"),
     "dtype": ({"dtype": "bfloat16"}, "float32"),
     "context": ({"context_tokens": 1024}, "the model holds 512"),
-    "history": ({"speculation": {"history_drafts": True}}, "history_drafts"),
+    "history": (
+        {"speculation": {"history_drafts": True, "families": "ordinary"}},
+        "history_drafts: no round",
+    ),
     "ordinary drafts": (
         {"speculation": {"families": "ordinary", "draft_tokens": 3}},
         "draft_tokens asks for 3",

@@ -58,11 +58,11 @@ def test_arms_do_equal_work_and_give_every_metric(checkpoint, tmp_path):
     replayed = Replayed(1.1, 1.0, 1.1, 1.0, 0.9, 10, 20, 400.0, {})
     metrics = workload_metrics(run, {"b1": replayed})
     assert metrics["unequal_requests"] == metrics["failed_requests"] == 0
-    assert set(run.refused) == {HISTORY}
+    assert run.refused == {} and HISTORY in run.arm_names
     written = write_result("workload", metrics, BOUNDS, folder=tmp_path / "results")
     assert len(written.targets) == len(BOUNDS)
     text = markdown(tables_of(run))
-    assert "Every arm completed the same tokens" in text and "not built yet" in text
+    assert "Every arm completed the same tokens" in text
 
 
 def test_replay_repeats_every_record(checkpoint):

@@ -174,6 +174,14 @@ class AdaptivePolicy:
                 gain_ns = emitted / alive * narrow_ns - cost_ns
         self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns)
 
+    def expected_tokens(self, lane: CohortLane) -> float:
+        """By survival alone; an unknown request counts as the workload does."""
+        return self.survival.expected_tokens(lane)
+
+    def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
+        """Update the source's survival."""
+        self.survival.compared(uid, source, passed=passed, failed=failed)
+
     def _learn_confidence(self, record: CompletedRound) -> None:
         """Compare a packed round with what survival expected of its living lanes."""
         alive = [lane for lane in record.lanes if lane.emitted]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flare_ray.contracts.shapes import GraphShape
-from flare_ray.controller.verification.policy import Cohort, CompletedRound, Decision
+from flare_ray.controller.verification.policy import (
+    Cohort,
+    CohortLane,
+    CompletedRound,
+    Decision,
+    ProposalSource,
+)
 from flare_ray.errors import ContractViolation
 
 
@@ -32,6 +38,15 @@ class FixedPolicy:
         return Decision(shape=self._last, reason="fixed")
 
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
+        """Nothing is learnt."""
+
+    def expected_tokens(self, lane: CohortLane) -> float:
+        """Copies are taken for right and learned drafts for wrong, since nothing is learnt: the
+        longest copy is the best."""
+        copied = lane.sources[: lane.ceiling]
+        return 1.0 + sum(source != ProposalSource.LEARNED for source in copied)
+
+    def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Nothing is learnt."""
 
     def forget(self, uid: int) -> None:

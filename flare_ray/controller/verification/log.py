@@ -19,6 +19,7 @@ from flare_ray.controller.verification.adaptive import AdaptivePolicy, Objective
 from flare_ray.controller.verification.fixed import FixedPolicy
 from flare_ray.controller.verification.policy import (
     Cohort,
+    CohortLane,
     CompletedRound,
     Decision,
     VerificationPolicy,
@@ -74,8 +75,19 @@ class Forgot(msgspec.Struct, frozen=True, tag="forgot"):
     uid: int
 
 
-Entry: TypeAlias = Opened | Chosen | Observed | Forgot
-_DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Opened | Chosen | Observed | Forgot)
+class Compared(msgspec.Struct, frozen=True, tag="compared"):
+    """A copy that was not offered, held against the text."""
+
+    uid: int
+    source: int
+    passed: int
+    failed: bool
+
+
+Entry: TypeAlias = Opened | Chosen | Observed | Forgot | Compared
+_DECODER: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(
+    Opened | Chosen | Observed | Forgot | Compared
+)
 
 
 class LoggedPolicy:
@@ -121,6 +133,15 @@ class LoggedPolicy:
         told = Observed(record.shape, fates, record.sources, record.confidence, cost_ns)
         self._write(told)
         self._policy.observe(record, cost_ns)
+
+    def expected_tokens(self, lane: CohortLane) -> float:
+        """As the policy itself; not written down, since it changes nothing."""
+        return self._policy.expected_tokens(lane)
+
+    def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
+        """As the policy itself."""
+        self._write(Compared(uid, source, passed, failed))
+        self._policy.compared(uid, source, passed=passed, failed=failed)
 
     def forget(self, uid: int) -> None:
         """As the policy itself."""
@@ -197,6 +218,8 @@ def replay(path: Path) -> tuple[int, int]:
                 entry.shape, _records(entry.lanes), entry.sources, entry.confidence
             )
             policy.observe(record, entry.cost_ns)
+        elif isinstance(entry, Compared):
+            policy.compared(entry.uid, entry.source, passed=entry.passed, failed=entry.failed)
         elif isinstance(entry, Forgot):
             policy.forget(entry.uid)
     return choices, different

@@ -20,12 +20,16 @@ Reason = Literal["best", "kept", "probe", "fixed", "only"]
 
 
 class ProposalSource(enum.IntEnum):
-    """Where a draft comes from: the drafter, shared decoded history (contract: H1), or the
-    request's own text (contract: H3)."""
+    """Where a draft comes from: the drafter, shared decoded history (contract: H1), the client's
+    prediction, or the request's own prompt and output (contract: H3). Where text is found by the
+    tokens in front of it, eight of them tell more than four (SHORT)."""
 
     LEARNED = 0
     HISTORY = 1
-    REQUEST = 2
+    PREDICTION = 2
+    HISTORY_SHORT = 3
+    REQUEST = 4
+    REQUEST_SHORT = 5
 
 
 class CohortLane(msgspec.Struct, frozen=True, array_like=True):
@@ -114,6 +118,17 @@ class VerificationPolicy(Protocol):
 
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
         """Learn from a round and from the whole time it took, host gap included."""
+
+    def expected_tokens(self, lane: CohortLane) -> float:
+        """Tokens that a round with every draft `lane` allows is expected to emit for it."""
+
+    def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
+        """Learn from a copy that was found and not offered: the text itself has told.
+
+        Args:
+            passed: its first tokens that came as foretold.
+            failed: another token came in place of the next one.
+        """
 
     def forget(self, uid: int) -> None:
         """The request has ended; unknown uids are no error."""

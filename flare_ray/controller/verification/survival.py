@@ -358,6 +358,22 @@ class SurvivalEstimator:
                 expected[place, lane.ceiling + 1 :] = expected[place, lane.ceiling]
         return expected
 
+    def expected_tokens(self, lane: CohortLane) -> float:
+        """As `expected_of` of one lane with all drafts that it allows; begins no record of it."""
+        row = self._row_of.get(lane.uid)
+        total = survival = 1.0
+        for depth in range(min(lane.ceiling, MAX_DRAFTS)):
+            source = lane.sources[depth] if depth < len(lane.sources) else ProposalSource.LEARNED
+            table = self._table(source)
+            chances = table.workload.chances if row is None else table.chances[row]
+            survival *= float(chances[depth])
+            total += survival
+        return total
+
+    def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
+        """Learn from a copy that was not offered: its first depths, as the text told them."""
+        self._table(source).observe_few([(self._row(uid), passed, int(failed))])
+
     def observe(self, lanes: Sequence[LaneRecord], sources: Sequence[tuple[int, ...]] = ()) -> None:
         """Learn from one round's records; dead and failed lanes teach nothing.
 

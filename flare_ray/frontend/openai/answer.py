@@ -394,8 +394,8 @@ def usage_of(
     """
     ended = tuple(ended)
     completion = sum(f.completion_tokens for f in ended)
-    offered = sum(f.copies_offered if predicted else f.drafts_offered for f in ended)
-    accepted = sum(f.copies_accepted if predicted else f.drafts_accepted for f in ended)
+    offered = sum(f.predicted_offered if predicted else f.drafts_offered for f in ended)
+    accepted = sum(f.predicted_accepted if predicted else f.drafts_accepted for f in ended)
     return Usage(
         prompt,
         completion,

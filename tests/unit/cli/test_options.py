@@ -88,6 +88,7 @@ def test_every_row_of_the_table_is_an_option():
         ("token_capacity", 64),
         ("fixed_width", 2),
         ("history_drafts", True),
+        ("request_drafts", True),
         ("max_waiting", 9),
         ("max_waiting_tokens", 4096),
         ("retry_after", 0.5),
@@ -141,9 +142,20 @@ def test_no_drafts_keep_absorbing_where_only_the_speculative_family_is_prepared(
 
 @pytest.mark.parametrize("options", [{"no_mtp": True}, {"mtp_draft_tokens": 0}])
 def test_ordinary_family_takes_back_what_only_drafts_could_fulfil(options):
-    section = {"speculation": {"policy": "fixed", "fixed_width": 4, "history_drafts": True}}
-    speculation = configured(section, **options).speculation
-    assert speculation.fixed_width is None and not speculation.history_drafts
+    section = {"policy": "fixed", "fixed_width": 4, "history_drafts": True, "learned_drafts": False}
+    speculation = configured({"speculation": section}, **options).speculation
+    assert speculation.fixed_width is None and speculation.learned_drafts
+    assert speculation.copies == ()
+
+
+def test_learned_drafts_are_turned_off_where_copies_are_left():
+    speculation = configured(request_drafts=True, learned_drafts=False).speculation
+    assert speculation.copies == ("request_drafts",) and not speculation.learned_drafts
+    with pytest.raises(ConfigError, match="learned_drafts: false leaves"):
+        configured(learned_drafts=False)
+    packed = {"speculation": {"packed_rows": [2]}}
+    with pytest.raises(ConfigError, match="packed_rows are assigned"):
+        configured(packed, request_drafts=True, learned_drafts=False)
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,8 @@ def test_run_serves_submits_from_other_threads_and_stops(queue_depth):
 @pytest.mark.parametrize(
     ("speculation", "word"),
     [
-        ({"history_drafts": True}, "history_drafts"),
+        ({"history_drafts": True, "draft_tokens": 0}, "history_drafts"),
+        ({"request_drafts": True, "draft_tokens": 0}, "request_drafts"),
         ({"policy": "fixed", "fixed_width": 8}, "fixed_width"),
         ({"draft_tokens": 7}, "draft_tokens"),
         ({"widths": (1, 8)}, "widths"),

@@ -111,7 +111,7 @@ def test_a_right_prediction_fills_every_draft_and_leaves_the_text_alone(make_har
     # One token of the prompt's end, then six a round.
     assert end.rounds == 1 + -(-(len(TEXT) - 1) // 6)
     lanes = [lane for plan in harness.channel.plans for lane in plan.lanes if lane.copy_tokens]
-    assert {s for lane in lanes for s in lane.copy_sources} == {int(ProposalSource.REQUEST)}
+    assert {s for lane in lanes for s in lane.copy_sources} == {int(ProposalSource.PREDICTION)}
     assert harness.channel.dead_lanes == 0, "no round is queued whose copies are unknown"
 
 
@@ -135,9 +135,12 @@ def test_an_edited_prediction_counts_what_was_rejected(make_harness):
     end = harness.end("r")
     assert 0 < end.copies_offered - end.copies_accepted <= 5
     assert end.copies_accepted >= 40
-    recorder = harness.recorder
-    assert recorder.counter(names.SPEC_COPIED_TOKENS).value == end.copies_offered
-    assert recorder.counter(names.SPEC_COPIED_ACCEPTED_TOKENS).value == end.copies_accepted
+    counted = [
+        sum(harness.recorder.counter(series, "prediction", str(d)).value for d in range(5))
+        for series in (names.SPEC_COPIED_TOKENS, names.SPEC_COPIED_ACCEPTED_TOKENS)
+    ]
+    assert counted == [end.copies_offered, end.copies_accepted]
+    assert counted == [end.predicted_offered, end.predicted_accepted]
 
 
 def test_other_requests_get_their_text_beside_a_predicted_one(make_harness):

@@ -378,7 +378,7 @@ def test_usage_counts_the_predictions_own_tokens_where_there_is_one(make_api):
     def script(request):
         *deltas, ended = answer("why</think>because")(request)
         counts = {"drafts_offered": 9, "drafts_accepted": 5}
-        copies = {"copies_offered": 4, "copies_accepted": 3}
+        copies = {"predicted_offered": 4, "predicted_accepted": 3}
         return [*deltas, msgspec.structs.replace(ended, **counts, **copies)]
 
     body = make_api(script).chat(prediction={"type": "content", "content": "because"}).json()
