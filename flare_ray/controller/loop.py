@@ -165,8 +165,7 @@ class Controller:
             deliver=self._deliver_grammar,
         )
         self._deadlines: list[tuple[int, int, str]] = []
-        self._next_uid = 1
-        self._rounds = 0
+        self._next_uid, self._rounds = 1, 0
         self._last_progress_ns = self._clock()
         self._idle = True
         self._is_clean = True
