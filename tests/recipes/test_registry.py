@@ -52,5 +52,5 @@ def test_an_unknown_name_is_refused_with_the_known_ones(name, part):
 
 
 def test_an_unserved_checkpoint_is_refused_with_what_it_says():
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*'llama'.*no recipe serves"):
-        registry.find_recipe({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel.*'gpt2'.*no recipe serves"):
+        registry.find_recipe({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})

@@ -8,7 +8,7 @@ import pytest
 from tests.rules.sources import ROOT, Violation, report, tracked_files
 
 # Families of models the package serves. An engine that names one has learned what it must not know.
-FAMILY = re.compile(r"glm|deep_?seek|qwen", re.IGNORECASE)
+FAMILY = re.compile(r"glm|deep_?seek|qwen|llama", re.IGNORECASE)
 FAMILY_FREE = "flare_ray/"
 FAMILY_ALLOWED = re.compile(r"^flare_ray/recipes/(?:registry\.py$|[^/]+/)")
 

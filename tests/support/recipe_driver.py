@@ -126,9 +126,8 @@ class RecipeDriver:
 
     @property
     def pool(self) -> int:
-        """Positions that share an index key."""
-        [pages, *_] = [g for g in self.store.spec_groups if g.kind == "page" and g.shape[0] < PAGE]
-        return PAGE // pages.shape[0]
+        """Positions that share an index key; 1 where there are none."""
+        return PAGE // min(g.shape[0] for g in self.store.spec_groups if g.kind == "page")
 
     def poison(self) -> None:
         """Fill all state but the live rows of a fresh slot, which `open` clears."""

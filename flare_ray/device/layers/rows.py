@@ -126,8 +126,7 @@ def paged_rows(
     """Indices of a pass over latents, pools and rings.
 
     Attention reads every visible position where the page table in view holds no more than `top_k`
-    of them, for then selection keeps everything; else rows select. Reads point positions a lane
-    has not reached at its last row, so that no stale value enters a product.
+    of them, for then selection keeps everything; else rows select.
 
     Args:
         null_slot: S, the slot whose ring takes what nobody keeps.
@@ -159,17 +158,67 @@ def paged_rows(
     if not attends:
         return rows
     if in_view <= layout.top_k:
-        place = torch.arange(in_view, device=start.device)
-        reached = torch.minimum(place, end.clamp(min=0))
-        rows.read = _place(span.page_table, reached).view(-1)
-        hidden = place > span.positions.unsqueeze(2)
-        rows.bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        rows.bias.masked_fill_(hidden, float("-inf"))
+        rows.read, rows.bias = _visible(span, end, dtype)
     else:
         inside = torch.arange(layout.page_pools, device=start.device)
         pools = span.page_table.unsqueeze(2) * layout.page_pools + inside
         rows.pool_read = pools.view(-1)
     return rows
+
+
+@dataclass(slots=True)
+class DenseRows:
+    """Flat indices of B lanes of T rows that attend to everything before them; lane-major.
+
+    Attributes:
+        batch, width: B, T.
+        write: [B * T] positions of the page pool.
+        read: [B * N] positions to attend to; None = the rows only write. N = C * page size.
+        bias: [B, T, N] 0 = visible, -inf = hidden; None as `read`.
+    """
+
+    batch: int
+    width: int
+    write: Tensor
+    read: Tensor | None = None
+    bias: Tensor | None = None
+
+    def steps(self, count: int) -> list[DenseRows]:
+        """Cut B = count * B' lanes of one row into `count` passes of B' lanes."""
+        absent = [None] * count
+        read, bias = (absent if t is None else t.chunk(count) for t in (self.read, self.bias))
+        pieces = zip(self.write.chunk(count), read, bias, strict=True)
+        return [DenseRows(self.batch // count, 1, *piece) for piece in pieces]
+
+
+def dense_rows(span: Span, *, dtype: torch.dtype, attends: bool = True) -> DenseRows:
+    """Indices of a pass over keys and values by position.
+
+    Args:
+        dtype: of the bias.
+        attends: False = the rows only write.
+    """
+    batch, width = span.positions.shape
+    in_view = span.page_table.shape[1] * PAGE_TOKENS
+    valid = span.valid & (span.positions < in_view)
+    rows = DenseRows(batch, width, _place(span.page_table, span.positions, valid).view(-1))
+    if attends:
+        end = torch.where(valid, span.positions, -1).amax(1, keepdim=True)
+        rows.read, rows.bias = _visible(span, end, dtype)
+    return rows
+
+
+def _visible(span: Span, end: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`read` and `bias` of rows that see every position up to their own.
+
+    Reads point positions a lane has not reached at its last row, `end` [B, 1], so that no stale
+    value enters a product.
+    """
+    place = torch.arange(span.page_table.shape[1] * PAGE_TOKENS, device=end.device)
+    reached = torch.minimum(place, end.clamp(min=0))
+    hidden = place > span.positions.unsqueeze(2)
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return _place(span.page_table, reached).view(-1), bias.masked_fill_(hidden, float("-inf"))
 
 
 def _place(page_table: Tensor, positions: Tensor, valid: Tensor | None = None) -> Tensor:

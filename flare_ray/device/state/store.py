@@ -94,7 +94,8 @@ class StateStore:
         """
         self.request.init_slot(init)
         live = [self._fresh_rows(group, init.slot) for group in self.spec_groups]
-        torch._foreach_zero_([rows for rows in live if rows is not None])
+        if rows := [r for r in live if r is not None]:  # pages need no clearing
+            torch._foreach_zero_(rows)
         if self.publication is not None:
             self.publication.forget(init.slot)
 

@@ -54,9 +54,18 @@ def rank_shape(spec: TensorSpec, world_size: int) -> tuple[int, ...]:
     """
     if spec.shard_dim is None or world_size == 1:
         return spec.shape
+    if spec.padded and len(spec.shard_sizes) % world_size:
+        each = -(-len(spec.shard_sizes) // world_size)
+        return _with(spec, each * max(spec.shard_sizes))
     sizes = [stop - start for start, stop in shard_bounds(spec, world_size)]
+    return _with(spec, max(sizes))
+
+
+def _with(spec: TensorSpec, size: int) -> tuple[int, ...]:
+    """The tensor's shape with another size of its `shard_dim`."""
+    assert spec.shard_dim is not None
     shape = list(spec.shape)
-    shape[spec.shard_dim] = max(sizes)
+    shape[spec.shard_dim] = size
     return tuple(shape)
 
 

@@ -60,8 +60,8 @@ def test_proposing_twice_gives_the_same_drafts(tiny):
     assert largest_error(torch.cat(sink.logits), wanted) <= LOGITS_ATOL
 
 
-def test_drafter_selection_equals_the_oracle(tiny, monkeypatch):
-    driver, tokens, chosen = tiny.driver, tiny.tokens, []
+def test_drafter_selection_equals_the_oracle(hybrid, monkeypatch):
+    driver, tokens, chosen = hybrid.driver, hybrid.tokens, []
     block_type = type(driver.drafter._attention)
     original = block_type.select
     number = driver.geometry.num_layers
@@ -73,12 +73,12 @@ def test_drafter_selection_equals_the_oracle(tiny, monkeypatch):
         return result
 
     monkeypatch.setattr(block_type, "select", select)
-    [lane] = tiny.fresh()
+    [lane] = hybrid.fresh()
     driver.prefill([lane], [tokens[:135]])
     for at in range(135, 149):
         driver.propose([lane], [tokens[at]], 1, columns=3)
         row = chosen[-1]
-        assert set(row[row >= 0].tolist()) == tiny.oracle.selected[number][at - 1]
+        assert set(row[row >= 0].tolist()) == hybrid.oracle.selected[number][at - 1]
         verified = driver.verify([lane], [[tokens[at]]], columns=3)
         driver.commit(verified, [1])
 

@@ -125,9 +125,9 @@ def test_rounds_without_drafts_keep_the_drafter_ready(tiny):
 # Negative controls: the same comparison must catch each fault.
 
 
-def test_a_stale_state_column_is_caught(tiny):
-    lanes = prompted(tiny, [20])
-    target_error, _ = speculate(tiny, lanes, lambda turn, i: 3, depth=0, stale=1)
+def test_a_stale_state_column_is_caught(hybrid):
+    lanes = prompted(hybrid, [20])
+    target_error, _ = speculate(hybrid, lanes, lambda turn, i: 3, depth=0, stale=1)
     assert target_error > LOGITS_ATOL
 
 

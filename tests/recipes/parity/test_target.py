@@ -103,8 +103,8 @@ def test_feedback_and_sampling_rows_equal_the_oracle(tiny):
     assert largest_error(logits, tiny.oracle.logits[90:98]) <= LOGITS_ATOL
 
 
-def test_selected_sets_equal_the_oracle_in_every_layer(tiny, monkeypatch):
-    driver, spied = tiny.driver, {}
+def test_selected_sets_equal_the_oracle_in_every_layer(hybrid, monkeypatch):
+    driver, spied = hybrid.driver, {}
     block_type = type(driver.drafter._attention)
     original = block_type.select
 
@@ -114,10 +114,10 @@ def test_selected_sets_equal_the_oracle_in_every_layer(tiny, monkeypatch):
         return chosen
 
     monkeypatch.setattr(block_type, "select", select)
-    [lane] = tiny.fresh()
-    driver.prefill([lane], [tiny.tokens[:101]], columns=3)
+    [lane] = hybrid.fresh()
+    driver.prefill([lane], [hybrid.tokens[:101]], columns=3)
     for at in range(101, 150, 7):
-        verified = driver.verify([lane], [tiny.tokens[at : at + 7]], columns=3)
+        verified = driver.verify([lane], [hybrid.tokens[at : at + 7]], columns=3)
         driver.commit(verified, [verified.rows.tokens.shape[1]])
     layers = {
         id(part): layer.number
@@ -128,10 +128,10 @@ def test_selected_sets_equal_the_oracle_in_every_layer(tiny, monkeypatch):
     assert set(spied) == set(layers)
     for key, number in layers.items():
         rows = [set(row[row >= 0].tolist()) for piece in spied[key] for row in piece]
-        assert rows == tiny.oracle.selected[number]
+        assert rows == hybrid.oracle.selected[number]
 
 
-def test_a_row_that_ends_a_pool_need_not_attend_to_itself(tiny):
+def test_a_row_that_ends_a_pool_need_not_attend_to_itself(hybrid):
     """Else the tests could not tell selection from an always visible self."""
-    sets = [rows for number, rows in tiny.oracle.selected.items()]
+    sets = [rows for number, rows in hybrid.oracle.selected.items()]
     assert any(place not in row for rows in sets for place, row in enumerate(rows))

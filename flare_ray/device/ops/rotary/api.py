@@ -37,6 +37,13 @@ class Rotary:
         exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
         self._frequencies = theta**-exponent
 
+    @classmethod
+    def of(cls, frequencies: Tensor) -> Self:
+        """Of frequencies [rotary / 2] float32 in radians a token, however they were made."""
+        made = cls.__new__(cls)
+        made._frequencies = frequencies
+        return made
+
     def turns(self, positions: Tensor) -> Turns:
         """Of positions [R] int64."""
         angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies

@@ -1,0 +1,1 @@
+"""The recipe of the Llama family (`llama`): read recipe.py first, then README.md."""
