@@ -13,6 +13,8 @@ from flare_ray.errors import CheckpointError, ConfigError
 from flare_ray.recipes.llama.geometry import read_geometry
 from tests.support.llama_tiny import TEXTS, write_checkpoint
 
+SMALL = {"context_tokens": 256, "prefill_tokens": 64}
+
 
 def config(**settings):
     return TEXTS["llama-odd"]() | settings
@@ -70,7 +72,7 @@ def test_what_is_not_computed_is_refused_by_name(settings, told):
 def test_without_a_drafter_ordinary_rounds_are_planned_and_others_refused(tmp_path):
     folder = write_checkpoint(tmp_path, "llama-odd", num_nextn_predict_layers=0)
     assert "model.layers.3" not in json.dumps(sorted(_names(folder)))
-    settings = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32"}
+    settings = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32"} | SMALL
     plan = make_plan(EngineConfig(**settings, speculation={"families": "ordinary"}))
     assert not plan.manifest.speculation
     with pytest.raises(ConfigError, match="holds no drafter; set families: ordinary"):
@@ -82,7 +84,7 @@ def test_plan_counts_the_padded_heads(tmp_path, ranks, heads):
     """Three key heads of eight channels, and their twenty-four query channels each."""
     folder = write_checkpoint(tmp_path, "llama-odd")
     config = EngineConfig(
-        checkpoint=str(folder), device="cpu", dtype="float32", tensor_parallel_size=ranks
+        checkpoint=str(folder), device="cpu", dtype="float32", tensor_parallel_size=ranks, **SMALL
     )
     budget = make_plan(config).manifest.budget
     hidden, width, vocabulary, layers = 72, 96, 160, 4
