@@ -292,9 +292,9 @@ class Controller:
         self._admit()
         acted |= self.cache.send()
         acted |= self._submit_rounds()
-        acted |= self._publisher.flush(self._clock(), self._rounds)
-        if acted:
-            self._meters.sample()
+        now_ns = self._clock()
+        acted |= self._publisher.flush(now_ns, self._rounds)
+        self._meters.sample_if_due(now_ns)
         self._check_when_idle()
         idle = not self._in_flight
         result = self._channel.receive(self._wait_s(timeout_s))

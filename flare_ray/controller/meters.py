@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from flare_ray.contracts.cache import CacheStats, TierStats
 from flare_ray.contracts.record import Status
-from flare_ray.contracts.shapes import GraphShape
+from flare_ray.contracts.shapes import MAX_WIDTH, GraphShape
 from flare_ray.contracts.tiers import Tier
 from flare_ray.controller.admission import PREEMPTION_KINDS, Admission
 from flare_ray.controller.cache import PrefixCache
@@ -20,6 +21,8 @@ from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Counter, Histogram, Recorder
 
 _NS = 1e9
+SAMPLE_NS = 250_000_000
+"""Least time between two readings of what is counted elsewhere: engines report once a second."""
 _ACTIVE = int(Status.ACTIVE)
 """A plain number: an operator of the enumeration costs a microsecond."""
 
@@ -95,6 +98,13 @@ def _raise_to(counter: Counter, total: int) -> None:
     counter.add(total - counter.value)
 
 
+def _at_least(rounds: Sequence[int]) -> list[int]:
+    """Lane rounds that accepted draft 0, 1, .., through the deepest that any did; from those by
+    number of accepted drafts."""
+    passed = list(accumulate(reversed(rounds[1:])))[::-1]
+    return [count for count in passed if count]
+
+
 class Meters:
     """Records what rounds and requests did. Used by the controller's thread only."""
 
@@ -125,6 +135,8 @@ class Meters:
         self._forced = recorder.counter(names.SPEC_FORCED_TOKENS)
         self._copied: dict[tuple[int, int], tuple[Counter, Counter]] = {}
         self._accepted_at: list[Counter] = []
+        # Lane rounds by number of accepted drafts.
+        self._accepted_drafts = [0] * MAX_WIDTH
         self._emitted = recorder.counter(names.SPEC_EMITTED)
         self._dead_lanes = recorder.counter(names.SPEC_DEAD_LANES)
         self._plan_seconds = recorder.histogram(names.CONTROLLER_PLAN_SECONDS)
@@ -138,6 +150,7 @@ class Meters:
         self._regret = recorder.counter(names.POLICY_REGRET)
         self._account = recorder.gauge(names.POLICY_PROBE_ACCOUNT)
         self._cpu_seen: float | None = None
+        self._sample_due_ns = 0
         self._prefix = PrefixMeters(recorder, admission, cache)
 
     def admitted(self, live: LiveRequest, now_ns: int) -> None:
@@ -207,8 +220,16 @@ class Meters:
         )
         return found
 
+    def sample_if_due(self, now_ns: int) -> None:
+        """As `sample`, at most every SAMPLE_NS; cheap in between."""
+        if now_ns >= self._sample_due_ns:
+            self._sample_due_ns = now_ns + SAMPLE_NS
+            self.sample()
+
     def sample(self) -> None:
-        """Gauges, and the CPU time of this thread since the last call."""
+        """Gauges, totals that others count, and the CPU time of this thread since the last call."""
+        for depth, passed in enumerate(_at_least(self._accepted_drafts)):
+            _raise_to(self._at_depth(depth), passed)
         pool = self._admission.pool
         free = pool.free_pages
         self._running.set(len(self._admission.running))
@@ -236,18 +257,23 @@ class Meters:
             self._prompt_tokens.add(len(lane.tokens) - again)
 
     def _count_lanes(self, meters: _ShapeMeters, result: RoundResult) -> None:
+        active = emitted = drafting = offered = accepted = 0
         for lane in result.lanes:
             if not lane.status & _ACTIVE:
-                self._dead_lanes.add()
                 continue
-            meters.lane_rounds.add()
-            self._emitted.add(lane.emitted)
+            active += 1
+            emitted += lane.emitted
             if lane.offered:
-                self._drafts.add()
-                self._draft_tokens.add(lane.offered)
-                self._accepted.add(lane.accepted)
-                for depth in range(lane.accepted):
-                    self._at_depth(depth).add()
+                drafting += 1
+                offered += lane.offered
+                accepted += lane.accepted
+                self._accepted_drafts[lane.accepted] += 1
+        self._dead_lanes.add(len(result.lanes) - active)
+        meters.lane_rounds.add(active)
+        self._emitted.add(emitted)
+        self._drafts.add(drafting)
+        self._draft_tokens.add(offered)
+        self._accepted.add(accepted)
 
     def _at_depth(self, depth: int) -> Counter:
         while depth >= len(self._accepted_at):

@@ -14,6 +14,7 @@ from flare_ray.contracts.messages import Failed, Finished
 from flare_ray.contracts.record import Flag
 from flare_ray.controller.admission import GROWTH_PAGES
 from flare_ray.controller.live import Phase
+from flare_ray.controller.meters import SAMPLE_NS
 from flare_ray.controller.paging.pool import pages_for
 from tests.support.fake_channel import accepts_up_to, hashed_accepts, make_manifest
 from tests.unit.controller.conftest import GREEDY
@@ -36,6 +37,7 @@ def tight(pages, *, slots=4, context_tokens=448, rows=16):
 
 
 def metric(harness, name, *labels):
+    harness.clock.advance(SAMPLE_NS / 1e9)
     harness.step(3, timeout_s=0.0)
     samples = harness.recorder.snapshot().samples
     return sum(

@@ -65,6 +65,7 @@ def test_restore_is_counted_in_bytes_and_time_where_it_came_from(make_tiered):
     harness.clock.advance(2.0)
     harness.channel.tiers.held.clear()
     harness.run_until_idle()
+    harness.step(2)
     assert value(harness, names.SNAPSHOT_RESTORED_BYTES, "disk") == ROW_BYTES + 3 * PAGE_BYTES
     assert value(harness, names.SNAPSHOT_RESTORED, "host") == 0
     assert value(harness, names.SNAPSHOT_RESTORE_SECONDS, "disk") == pytest.approx(2.0, abs=0.5)
