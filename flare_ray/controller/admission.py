@@ -253,7 +253,7 @@ class Admission:
         One whose prefix comes from the host or from disk keeps its place, and others pass it.
         """
         admitted: list[LiveRequest] = []
-        if self.short_pages or not self.waiting or not self.slots.free:
+        if not self.waiting or not self.slots.free or self.short_pages:
             return admitted
         self._shares.arrange(self.waiting, self.running.values())
         place = 0

@@ -3,7 +3,7 @@ G2, G5, R6). Pure functions over shapes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
@@ -32,6 +32,9 @@ class ServedCatalog:
     slots: int
     max_width: int
     masked: tuple[GraphShape, ...] = ()
+    _candidates: dict[tuple[int, bool], tuple[GraphShape, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def max_lanes(self) -> int:
@@ -40,12 +43,17 @@ class ServedCatalog:
 
     def candidates(self, lanes: int, *, masked: bool = False) -> tuple[GraphShape, ...]:
         """For each width, and each packing of it, the smallest program that holds `lanes` (1 ..
-        max_lanes): width one first, then by width and rows."""
-        smallest: dict[tuple[int, int], GraphShape] = {}
-        for shape in self.masked if masked else self.rounds:
-            if shape.batch_capacity >= lanes:
-                smallest.setdefault((shape.verify_width, shape.rows // shape.batch_capacity), shape)
-        return tuple(smallest[key] for key in sorted(smallest))
+        max_lanes): width one first, then by width and rows; the same tuple each time."""
+        found = self._candidates.get((lanes, masked))
+        if found is None:
+            smallest: dict[tuple[int, int], GraphShape] = {}
+            for shape in self.masked if masked else self.rounds:
+                if shape.batch_capacity >= lanes:
+                    key = (shape.verify_width, shape.rows // shape.batch_capacity)
+                    smallest.setdefault(key, shape)
+            found = tuple(smallest[key] for key in sorted(smallest))
+            self._candidates[lanes, masked] = found
+        return found
 
 
 def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedCatalog:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from flare_ray.contracts.plan import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -57,8 +59,9 @@ PROGRAM_OVERHEAD_ROWS = 32
 ones. A guess: the two differ little where it matters."""
 
 
+# Plain values: what an enumeration is asked for costs more than a name.
 _ACTIVE = int(Status.ACTIVE)
-"""One, as a plain number."""
+_PREFILL = Phase.PREFILL
 RULE_BYTES = 24
 WORD_TOKEN_BYTES = 5
 PLAN_RULE_BYTES = (
@@ -88,8 +91,7 @@ def residence_bound(
     return 2 * (1 + rounds) * slots * chunks + 2 * max_tokens + 2
 
 
-@dataclass(frozen=True, slots=True)
-class SubmittedRound:
+class SubmittedRound(msgspec.Struct, frozen=True):
     """A planned program and the requests behind its lanes, in plan order.
 
     Attributes:
@@ -171,13 +173,13 @@ class Planner:
 
     def next_round(self, now_ns: int) -> SubmittedRound | None:
         """The next program, or None if nobody has work for one."""
-        decoding = self._decoding(self._admission.running.values())
+        running = self._admission.running
+        decoding = self._decoding(running.values())
         # May preempt, also those whose prompt has work.
         decoding = self._growth.cover(
             decoding, lambda live: live.consumed_bound + self._ceiling(live) + 1
         )
-        running = self._admission.running.values()
-        prompts = [live for live in running if live.phase is Phase.PREFILL]
+        prompts = [live for live in running.values() if live.phase is _PREFILL]
         if not prompts and not decoding:
             return None
         for live in prompts:
@@ -213,9 +215,14 @@ class Planner:
         While a round with lanes that await its tokens is unanswered none is queued behind it:
         without these lanes it would cost nearly as much and take them half as far.
         """
-        decoding = [live for live in running if live.may_decode]
+        decoding = []
+        for live in running:
+            if live.may_decode:
+                decoding.append(live)
+            elif not self._own_rounds and live.awaits_tokens:
+                return []
         if not self._own_rounds:
-            return [] if any(live.awaits_tokens for live in running) else decoding
+            return decoding
         mine = [live for live in decoding if live.matcher is not None]
         others = [live for live in decoding if live.matcher is None]
         if not mine or not others:
@@ -446,6 +453,8 @@ class Planner:
 
     def _grant(self, live: LiveRequest, end: int, grants: list[PageGrant]) -> None:
         """Cover positions below `end` with pages of the request's reservation."""
+        if end <= live.granted_pages * PAGE_TOKENS:
+            return
         pages = min(pages_for(end), live.reserved_pages)
         missing = pages - live.granted_pages
         if missing > 0:

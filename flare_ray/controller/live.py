@@ -35,6 +35,10 @@ class Phase(enum.Enum):
     ENDED = enum.auto()
 
 
+_DECODE = Phase.DECODE
+"""Read from the enumeration, a member costs what an attribute does five times over."""
+
+
 class Unanswered(NamedTuple):
     """One program that has not answered yet, as a bound on what it did to one request.
 
@@ -162,9 +166,10 @@ class LiveRequest:
     @property
     def consumed_bound(self) -> int:
         """Most tokens that can be consumed once every unanswered round has run."""
-        return max(self.consumed_tokens, self.planned_tokens) + sum(
-            program.consumes for program in self.in_flight
-        )
+        bound = max(self.consumed_tokens, self.planned_tokens)
+        for program in self.in_flight:
+            bound += program.consumes
+        return bound
 
     @property
     def budget_bound(self) -> int:
@@ -174,8 +179,10 @@ class LiveRequest:
         Each unanswered round emits at least one token if the request is alive, and so does the
         chunk that ends a prompt.
         """
-        emitted = sum(program.emits for program in self.in_flight)
-        return self.request.max_tokens - self.generated_tokens - emitted
+        bound = self.request.max_tokens - self.generated_tokens
+        for program in self.in_flight:
+            bound -= program.emits
+        return bound
 
     @property
     def may_decode(self) -> bool:
@@ -183,9 +190,9 @@ class LiveRequest:
 
         A request that needs the last program's tokens is never in two queued ones.
         """
-        if self._needs_tokens and self.in_flight:
+        if self.phase is not _DECODE or (self.in_flight and self._needs_tokens):
             return False
-        return self.phase is Phase.DECODE and self.budget_bound > 0
+        return self.budget_bound > 0
 
     @property
     def _needs_tokens(self) -> bool:
@@ -196,7 +203,9 @@ class LiveRequest:
     @property
     def awaits_tokens(self) -> bool:
         """Its next round follows from an unanswered one's tokens."""
-        return self._needs_tokens and any(p.consumes for p in self.in_flight)
+        if not self.in_flight or not self._needs_tokens:
+            return False
+        return any(program.consumes for program in self.in_flight)
 
     @property
     def reads_output(self) -> bool:

@@ -46,10 +46,14 @@ class Growth:
         Args:
             end_of: positions below which a lane's next round may write.
         """
+        missing = {live.uid: _missing(live, end_of(live)) for live in decoding}
+        if all(pages <= 0 for pages in missing.values()):
+            for live in decoding:
+                live.short_pages = 0
+            return list(decoding)
         for live in sorted(decoding, key=lambda live: live.order):
             if live.phase is Phase.DECODE:
-                needed = min(pages_for(end_of(live)), live.limit_pages)
-                self._extend(live, needed - live.reserved_pages)
+                self._extend(live, missing[live.uid])
         return [live for live in decoding if live.phase is Phase.DECODE and not live.short_pages]
 
     def _extend(self, live: LiveRequest, missing: int) -> None:
@@ -70,3 +74,8 @@ class Growth:
             return False
         self._admission.preempt(last)
         return True
+
+
+def _missing(live: LiveRequest, end: int) -> int:
+    """Pages beyond its promise that a request needs for positions below `end`; 0 or less = none."""
+    return min(pages_for(end), live.limit_pages) - live.reserved_pages
