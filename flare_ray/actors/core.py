@@ -41,6 +41,9 @@ READINESS_LIMIT_S = 120.0
 """Seconds for the first generation; on CUDA it is the first replay of every kind of graph it
 needs."""
 
+_ENDS = (Finished, Failed)
+"""Kinds of a request's last item."""
+
 OnItem = Callable[[StreamItem], None]
 """Told of a request's items by the controller's thread; must return at once and not raise."""
 
@@ -141,12 +144,12 @@ class Delivery:
         if reply_to and self._stream is not None:
             self._stream.send(reply_to, items)
         for item in items:
-            ends = isinstance(item, Finished | Failed)
-            if isinstance(item, Heartbeat) or (reply_to and not ends):
+            if isinstance(item, _ENDS):
+                entry = self._open.pop(item.request_id, None)
+            elif reply_to or isinstance(item, Heartbeat):
                 continue
-            entry = (
-                self._open.pop(item.request_id, None) if ends else self._open.get(item.request_id)
-            )
+            else:
+                entry = self._open.get(item.request_id)
             if entry is None:
                 continue
             try:

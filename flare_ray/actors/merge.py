@@ -116,7 +116,11 @@ class RoundMerger:
             if details:
                 failure.add_note(details)
             raise failure
-        owed = next((entry for entry in self._open if rank not in entry.replies), None)
+        owed = None
+        for entry in self._open:
+            if rank not in entry.replies:
+                owed = entry
+                break
         if owed is None or reply.round_id != owed.round_id or reply.rank != rank:
             expected = "nothing" if owed is None else f"round {owed.round_id}"
             raise RankFailure(

@@ -102,7 +102,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
         return self.repetition != 1.0 or self.presence != 0.0 or self.frequency != 0.0
 
 
-class PageGrant(msgspec.Struct, frozen=True, array_like=True):
+class PageGrant(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Writes `page_ids` into a slot's page table from entry `first_index` on. Page 0 is the null
     page, never granted."""
 
@@ -148,7 +148,7 @@ class SlotRestore(msgspec.Struct, frozen=True, array_like=True):
     target_page: int
 
 
-class LanePlan(msgspec.Struct, frozen=True, array_like=True):
+class LanePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One lane of a decode or speculative round.
 
     Attributes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -36,6 +37,10 @@ class Field(enum.IntEnum):
     WIDTH = 13
     FLAGS = 14
     CHECKSUM = 15
+
+
+_EMITTED = int(Field.EMITTED)
+"""A plain number: it is read for every lane of every round."""
 
 
 class Status(enum.IntFlag):
@@ -68,7 +73,7 @@ class Flag(enum.IntFlag):
     MASKED = 4
 
 
-class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
+class LaneRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One lane's completion, unpacked. `tokens` holds exactly `emitted` ids.
 
     consumed, generated and budget_left are values *after* the round; drafted, offered, accepted,
@@ -97,6 +102,10 @@ class LaneRecord(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     scores: bytes = b""
     prompt_scores: bytes = b""
+
+
+_lane_record: Callable[..., LaneRecord] = LaneRecord
+"""Its fields by position: a type checker cannot count those of a slice."""
 
 
 class TokenScore(msgspec.Struct, frozen=True, array_like=True):
@@ -151,15 +160,14 @@ class Proposals(msgspec.Struct, frozen=True, array_like=True, tag=3):
 def unpack_rows(
     rows: tuple[int, ...], scores: tuple[bytes, ...] = (), prompt_scores: tuple[bytes, ...] = ()
 ) -> tuple[LaneRecord, ...]:
-    """Split the flat rows of a reply into lane records."""
+    """Split the flat rows of a reply into lane records; whole rows of integers, as decoded."""
     records = []
     for lane, start in enumerate(range(0, len(rows), RECORD_FIELDS)):
         first = start + METADATA_FIELDS
-        tokens = rows[first : first + rows[start + Field.EMITTED]]
+        tokens = rows[first : first + rows[start + _EMITTED]]
         own = scores[lane] if scores else b""
         prompt = prompt_scores[lane] if prompt_scores else b""
-        row = (*rows[start:first], tokens, own, prompt)
-        records.append(msgspec.convert(row, LaneRecord))
+        records.append(_lane_record(*rows[start:first], tokens, own, prompt))
     return tuple(records)
 
 

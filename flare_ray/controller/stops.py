@@ -25,11 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from flare_ray.contracts.request import GenerationRequest
 
 
-@dataclass(frozen=True, slots=True)
-class End:
+class End(msgspec.Struct, frozen=True):
     """Why and where an output ended.
 
     Attributes:
@@ -42,8 +43,7 @@ class End:
     stop_reason: str | int | tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Visible:
+class Visible(msgspec.Struct, frozen=True):
     """What became visible with some tokens."""
 
     tokens: tuple[int, ...]
@@ -182,11 +182,9 @@ class OutputStops:
 
     def _first_ender(self, tokens: Sequence[int]) -> int:
         """Place of the first EOS or stop token; -1 = none."""
-        if self._enders:
-            for place, token in enumerate(tokens):
-                if token in self._enders:
-                    return place
-        return -1
+        if self._enders.isdisjoint(tokens):
+            return -1
+        return next(place for place, token in enumerate(tokens) if token in self._enders)
 
     def _plain_end(self, ender: int | None) -> End | None:
         """The end by a token or by the budget, after `generated_tokens` tokens of text."""
