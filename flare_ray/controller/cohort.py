@@ -59,7 +59,7 @@ PROGRAM_OVERHEAD_ROWS = 32
 ones. A guess: the two differ little where it matters."""
 
 
-# Plain values: what an enumeration is asked for costs more than a name.
+# Plain values, as in `harvest`.
 _ACTIVE = int(Status.ACTIVE)
 _PREFILL = Phase.PREFILL
 RULE_BYTES = 24

@@ -19,7 +19,7 @@ from flare_ray.controller.stops import End
 from flare_ray.controller.verification import ProposalSource
 from flare_ray.errors import ContractViolation
 
-# Plain values: an operator of an enumeration costs a microsecond, a member five names.
+# Plain values: an operator of an enumeration costs a microsecond, reading a member 0.08.
 _ACTIVE = int(Status.ACTIVE)
 _NO_TOKEN = int(Status.NO_TOKEN)
 _NONFINITE = int(Status.NONFINITE)
