@@ -37,13 +37,13 @@ CATEGORIES = (*CONVERSATIONS, *RAW)
 
 TOKEN_SHARES = {
     "chat": 5,
-    "define": 8,
+    "define": 7,
     "story": 4,
     "math": 7,
-    "json": 9,
-    "tool": 13,
-    "edit": 31,
-    "recall": 5,
+    "json": 8,
+    "tool": 11,
+    "edit": 36,
+    "recall": 4,
     "code": 10,
     "docs": 8,
 }
@@ -51,11 +51,11 @@ TOKEN_SHARES = {
 the most.
 """
 LONG_SHARES = TOKEN_SHARES | {
-    "recall": 14,
-    "edit": 26,
-    "tool": 12,
+    "recall": 12,
+    "edit": 31,
+    "tool": 10,
     "define": 5,
-    "json": 8,
+    "json": 7,
     "math": 5,
 }
 """The same for rows of 4,096 tokens."""

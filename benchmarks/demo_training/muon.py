@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             ):
                 weights = matrix.view(matrix.parameter)
                 weights.mul_(1 - group["lr"] * group["weight_decay"])
-                weights.sub_(step, alpha=group["lr"])
+                weights.sub_(step * group["lr"])
 
     def _direction(self, matrix: HiddenMatrix, momentum: float) -> Tensor:
         parameter = matrix.parameter

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .captured import Captured
 from .muon import HiddenMatrix, Muon
 from .network import DemoModel
 from .network.functional import DraftTarget
@@ -140,7 +141,8 @@ def _replace(path: Path, text: str) -> None:
 
 def trunk_optimizers(run: Run) -> list[torch.optim.Optimizer]:
     """Orthogonalised momentum for the hidden matrices; AdamW for small matrices, slow mixer
-    projections, embedding, head and the rest. Every group has its ``factor`` of the rate.
+    projections, embedding, head and the rest. Every group has its ``factor`` of the rate; the rate
+    is a tensor, for captured steps.
     """
     hidden, small, mixers, rest = [], [], [], []
     for name, parameter in run.model.named_parameters():
@@ -160,10 +162,12 @@ def trunk_optimizers(run: Run) -> list[torch.optim.Optimizer]:
         {"params": mixers, "weight_decay": 0.0, "factor": MIXER_RATE},
         {"params": rest, "weight_decay": 0.0, "factor": 1.0},
     ]
-    rate, fused = run.settings.learning_rate, run.device.type == "cuda"
-    adam = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), eps=1e-9, fused=fused)
+    rate, cuda = run.settings.learning_rate, run.device.type == "cuda"
+    adam = torch.optim.AdamW(groups, rate, betas=(0.9, 0.95), eps=1e-9, fused=cuda, capturable=cuda)
     muon = Muon(hidden, rate, weight_decay=WEIGHT_DECAY)
     muon.param_groups[0]["factor"] = 1.0
+    for group in (*adam.param_groups, *muon.param_groups):
+        group["lr"] = torch.tensor(rate, device=run.device)  # a captured step reads it
     return [adam, muon]
 
 
@@ -212,19 +216,31 @@ def _trunk_step(run: Run, clock: Clock) -> Callable[[Tensor], tuple[Tensor, Tens
     trained = [p for group in groups for p in group["params"]]
     view = StoredView(model, [name for name, _ in model.named_parameters()])
     model.train()
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)  # one place for all captured steps
 
-    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
-        for group in groups:
-            group["lr"] = s.learning_rate * group["factor"] * learning_rate(clock)
-        model.zero_grad(set_to_none=True)
-        with view.seen(clock.fraction() >= 1 - s.rounded_ratio):
-            loss, plain, mtp = trunk_loss(run, ids)
-            loss.backward()
+    def gradients(ids: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_zero_([p.grad for p in trained])
+        loss, plain, mtp = trunk_loss(run, ids)
+        loss.backward()
+        return plain.detach(), mtp
+
+    def update() -> tuple[Tensor, ...]:
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()
         balance(model.moes())
-        return plain.detach(), mtp
+        return ()
+
+    gradients_of, updated = Captured(gradients, run.device), Captured(update, run.device)
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor]:
+        for group in groups:
+            group["lr"].fill_(s.learning_rate * group["factor"] * learning_rate(clock))
+        with view.seen(clock.fraction() >= 1 - s.rounded_ratio):
+            plain, mtp = gradients_of(ids)
+        updated()
+        return plain, mtp
 
     return step
 

@@ -31,8 +31,9 @@ from .shape import LONG_ROW, SHORT_ROW
 BLOCK_TOKENS = 131_072
 MAX_WAITING_BLOCKS = 24
 SHUFFLED_BATCHES = 16
-SCRAMBLED_FUNCTIONS, FOLLOW_UPS, COPIES = 0.35, 0.4, 0.12
-"""Parts of the edits in training; held-out edits are single ones of functions as they are."""
+SCRAMBLED_FUNCTIONS, FOLLOW_UPS, COPIES, RENAMES = 0.35, 0.4, 0.12, 0.4
+"""Parts of the edits in training; held-out edits are single ones of functions as they are. A name
+that occurs often is what a model of this size changes last."""
 EXTRA_TARGETS = 2
 """A row carries the targets of its last position: the next token and the one after it."""
 
@@ -45,6 +46,7 @@ def produce(index: int, settings: Settings, long: bool) -> None:
     corpus = load_corpus(settings.pack, "train", max_files=settings.files, seed=base + index)
     corpus.long_context, corpus.scramble = long, SCRAMBLED_FUNCTIONS
     corpus.follow_ups, corpus.copies, corpus.restated = FOLLOW_UPS, COPIES, True
+    corpus.renames = RENAMES
     length, kind = (LONG_ROW, "long") if long else (SHORT_ROW, "short")
     rows = packed_rows(
         random.Random(f"train-{base}-{index}"),

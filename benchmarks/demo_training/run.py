@@ -29,7 +29,7 @@ def steps(pack: Path, run: Path, checkpoint: Path) -> list[list[str]]:
     first = ["--tag", "first", *_chosen(FIRST_STEPS)]
     return [
         ["train", "trunk", str(pack), str(run)],
-        ["train", "drafter", str(pack), str(run), "--rows", "32"],
+        ["train", "drafter", str(pack), str(run)],
         ["measure", str(run), str(run), *tokenizer],
         ["measure", str(run), str(run), *tokenizer, *frozen],
         ["measure", str(checkpoint), str(run), *first],

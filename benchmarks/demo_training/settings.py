@@ -46,16 +46,16 @@ class Settings:
     pack: Path
     out: Path
     pool: Path = Path("/dev/shm/flare_demo_rows")
-    trunk_s: float = 425.0
+    trunk_s: float = 445.0
     long_ratio: float = 0.3
     rounded_ratio: float = 0.15
     index_s: float = 20.0
     sample_s: float = 40.0
     drafter_s: float = 240.0
-    rows: int = 64
+    rows: int = 32
     mtp_rows: int = 32
     sample_rows: int = 2048
-    learning_rate: float = 4e-3
+    learning_rate: float = 3e-3
     mtp_learning_rate: float = 1.5e-3
     mtp_weight: float = 0.3
     prompt_weight: float = 0.25

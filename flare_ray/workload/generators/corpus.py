@@ -35,6 +35,7 @@ class Corpus:
             only the prompt holds them.
         follow_ups: part of the edits that a second edit of the same function follows.
         copies: part of the edits that are texts to be copied instead.
+        renames: part of the edits that are renames whatever is drawn, beside those drawn as such.
         restated: every edit begins with the request once more, not every second one.
     """
 
@@ -50,4 +51,5 @@ class Corpus:
     scramble: float = 0.0
     follow_ups: float = 0.0
     copies: float = 0.0
+    renames: float = 0.0
     restated: bool = False

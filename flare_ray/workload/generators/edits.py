@@ -106,9 +106,10 @@ KINDS: tuple[Callable[[random.Random, str], Edit | None], ...] = (
 )
 
 
-def _drawn_edit(r: random.Random, source: str) -> Edit | None:
+def _drawn_edit(r: random.Random, corpus: Corpus, source: str) -> Edit | None:
     """One of the edits, where the drawn one fits this function and changes it."""
-    edit = r.choice(KINDS)(r, source)
+    rename = corpus.renames and r.random() < corpus.renames
+    edit = (_rename_variable if rename else r.choice(KINDS))(r, source)
     return None if edit is None or edit.source == source else edit
 
 
@@ -124,7 +125,7 @@ def _turn(r: random.Random, corpus: Corpus) -> list[Message]:
         source = r.choice(corpus.functions)
         if r.random() < corpus.scramble:
             source = scrambled(r, source)
-        edit = _drawn_edit(r, source)
+        edit = _drawn_edit(r, corpus, source)
         if edit is None:
             continue
         question = r.choice(
@@ -144,7 +145,7 @@ def _follow_up(r: random.Random, corpus: Corpus, source: str) -> list[Message]:
     """Another edit of the function that was just written, sometimes."""
     if not corpus.follow_ups or r.random() >= corpus.follow_ups:
         return []
-    edit = _drawn_edit(r, source)
+    edit = _drawn_edit(r, corpus, source)
     if edit is None:
         return []
     question = r.choice((f"{edit.request}.", f"{edit.request} too.", f"Now this: {edit.request}."))
