@@ -5,6 +5,7 @@ files/models.yaml    bytes per rank of every preset, by `flare-ray plan`'s own a
 README.md            from the comments in values.yaml
 dashboards/          from the names of the metrics (dashboard.py)
 docs/operators/capacity.md   from files/models.yaml (capacity.py)
+deployments/images/geometries/   published config.json of the presets, for kernels compiled ahead
 
 A test compares all of them with what is committed.
 """
@@ -47,6 +48,13 @@ FormOf = Callable[[TensorSpec], HeldForm]
 
 CHART = ROOT / "helm" / "flare-ray"
 SCHEMA_SOURCE = ROOT / "helm" / "schema.yaml"
+GEOMETRIES = ROOT / "deployments" / "images" / "geometries"
+PUBLISHED = {
+    "glm-5.3-flash": published_glm,
+    "deepseek-v4.1-flash": published_deepseek,
+    "qwen3.8-flash": published_qwen,
+}
+"""Preset -> its release's config.json."""
 DEMO = ROOT / "deployments" / "demo" / "glm"
 # The largest number of rows and drafts that the default token capacity admits: scratch is the same
 # or less for every setting, so one bound per preset does.
@@ -59,6 +67,7 @@ WIDE_LINES = 110
 def main() -> None:
     """Write every generated file."""
     for path, text in outputs(models()).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         print(path.relative_to(ROOT))
 
@@ -71,6 +80,10 @@ def outputs(sizes: dict[str, Any]) -> dict[Path, str]:
         ROOT / "docs" / "operators" / "capacity.md": capacity_text(sizes),
         CHART / "README.md": readme_text(),
         CHART / "dashboards" / "flare-ray.json": json.dumps(dashboard(), indent=1) + "\n",
+        **{
+            GEOMETRIES / name / "config.json": json.dumps(published(), indent=1) + "\n"
+            for name, published in PUBLISHED.items()
+        },
     }
 
 
@@ -169,11 +182,12 @@ def models_text(sizes: dict[str, Any]) -> str:
 def models() -> dict[str, Any]:
     """Preset -> what the chart must know to size an engine."""
     nvfp4 = {"bfloat16": None, "nvfp4": _experts_in(WeightFormat.NVFP4_MODELOPT)}
-    large = {
-        "glm-5.3-flash": _published(published_glm(), nvfp4),
-        "deepseek-v4.1-flash": _published(published_deepseek(), {"mxfp4": _deepseek_release}),
-        "qwen3.8-flash": _published(published_qwen(), nvfp4),
+    formats: dict[str, dict[str, FormOf | None]] = {
+        "glm-5.3-flash": nvfp4,
+        "deepseek-v4.1-flash": {"mxfp4": _deepseek_release},
+        "qwen3.8-flash": nvfp4,
     }
+    large = {name: _published(PUBLISHED[name](), forms) for name, forms in formats.items()}
     demo = _preset(DEMO, device="cpu", dtype="float32", formats={"float32": None})
     return {
         "headroomPercent": round(HEADROOM_RATIO * 100),

@@ -15,6 +15,10 @@ RUN deployments/images/install.sh /opt/venv packages
 COPY pyproject.toml README.md LICENSE ./
 COPY flare_ray flare_ray
 RUN deployments/images/install.sh /opt/venv project
+COPY deployments/images/kernels.list deployments/images/
+COPY deployments/images/geometries deployments/images/geometries
+COPY deployments/deepseek.yaml deployments/glm.yaml deployments/qwen.yaml deployments/
+RUN deployments/images/install.sh /opt/venv kernels
 
 FROM ${PYTHON_IMAGE}
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
@@ -28,8 +32,11 @@ RUN apt-get update \
     && useradd --no-log-init --uid 1000 --gid ray --create-home ray \
     && ln -s /opt/venv/bin/ray /opt/venv/bin/serve /opt/venv/bin/flare-ray /usr/local/bin/
 COPY --from=build /opt/venv /opt/venv
+# Where Triton looks, and may add what other settings need. A prepared core brings its own.
+COPY --from=build --chown=1000:1000 /opt/kernels /home/ray/.triton/cache
 COPY deployments/deepseek.yaml deployments/glm.yaml deployments/qwen.yaml /opt/flare-ray/deployments/
-ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
+ENV HOME=/home/ray \
+    PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin \
     PYTHONUNBUFFERED=1 \
     RAY_USAGE_STATS_ENABLED=0 \
     NVIDIA_VISIBLE_DEVICES=all \

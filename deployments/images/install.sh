@@ -5,6 +5,7 @@
 #   install.sh VENV cuda       a venv with torch, its CUDA libraries and the kernel packages, hashes checked
 #   install.sh VENV packages   what the project depends on, hashes checked
 #   install.sh VENV project    the project itself, and a check that all requirements are met
+#   install.sh VENV kernels    CUDA kernels of every line of kernels.list, compiled into `kernels` beside VENV; no GPU
 set -euo pipefail
 venv=${1:?install.sh VENV STEP} step=${2:?install.sh VENV STEP}
 locks=$(dirname "${BASH_SOURCE[0]}")
@@ -29,8 +30,15 @@ project)
     pip install --no-deps --no-build-isolation .
     pip check
     ;;
+kernels)
+    while read -r deployment model experts options; do
+        # shellcheck disable=SC2086  # a list of words
+        "$venv/bin/flare-ray" kernels "deployments/$deployment.yaml" --config "$locks/geometries/$model" \
+            --experts "$experts" $options --out "$(dirname "$venv")/kernels"
+    done < <(grep -v '^#' "$locks/kernels.list")
+    ;;
 *)
-    echo "install.sh: unknown step $step (torch, cuda, packages, project)" >&2
+    echo "install.sh: unknown step $step (torch, cuda, packages, project, kernels)" >&2
     exit 2
     ;;
 esac

@@ -126,6 +126,41 @@ class Prepare(EngineOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kernels(EngineOptions):
+    """Compile an engine's CUDA kernels ahead, without a device and without weights: from shapes
+    alone, as the images do at their build."""
+
+    source: _Source
+    out: Annotated[
+        Path, typer.Option(help="Folder to write: a cache of Triton's.", metavar="FOLDER")
+    ]
+    experts: Annotated[
+        str, typer.Option(help="Format of the routed experts: bfloat16, nvfp4 or mxfp4.")
+    ]
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder with the model's config.json, where the file's checkpoint is not here.",
+            metavar="FOLDER",
+        ),
+    ] = None
+
+    def run(self) -> int:
+        """Compile them and say how many there are."""
+        from flare_ray.cli.source import engine_of
+        from flare_ray.device.ahead import compile_ahead
+
+        config, changes = engine_of(self.source, self)
+        for line in changes:
+            typer.echo(line, err=True)
+        if self.config is not None:
+            config = config.model_copy(update={"checkpoint": str(self.config)})
+        held = compile_ahead(config, self.out, experts=self.experts)
+        typer.echo(f"{self.out}: {held} kernels")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """Check a deployment file, values of the Helm chart, or what `helm template` writes: every key,
     every value, and whether a rendered cluster fits."""
@@ -278,7 +313,7 @@ class Fetch:
         return 0
 
 
-ENGINE_COMMANDS = ("plan", "prepare", "serve", "debug-serve")
+ENGINE_COMMANDS = ("plan", "prepare", "kernels", "serve", "debug-serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,6 +406,7 @@ for _name, _command in {
     "inspect": Inspect,
     "plan": Plan,
     "prepare": Prepare,
+    "kernels": Kernels,
     "check": Check,
     "serve": Serve,
     "debug-serve": DebugServe,

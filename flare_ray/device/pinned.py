@@ -8,6 +8,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.ahead.api import shapes_alone
 from flare_ray.errors import CapacityError
 
 
@@ -23,6 +24,8 @@ def host_rows(rows: int, columns: int, *, dtype: torch.dtype, device: torch.devi
     """
     if device.type != "cuda":
         return torch.empty((rows, columns), dtype=dtype)
+    if shapes_alone(device):
+        return torch.empty((rows, columns), dtype=dtype, device=device)
     num_bytes = rows * columns * dtype.itemsize
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     made = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages

@@ -17,7 +17,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from tests.helm.rendering import read_values
+from flare_ray.config import EngineConfig
+from tests.helm.rendering import read_values, serve_document, values_files
 from tests.rules.sources import ROOT, tracked_files
 
 IMAGES = ROOT / "deployments" / "images"
@@ -137,9 +138,55 @@ def test_what_is_copied_is_tracked_and_not_ignored(path):
 def test_every_installation_is_a_step_of_the_script(path):
     build = stages(path)[0]
     steps = [text.split() for text in named(build, "RUN")]
-    first = "torch" if path.stem == "cpu" else "cuda"
-    assert [step[-1] for step in steps] == [first, "packages", "project"]
+    wanted = {
+        "cpu": ["torch", "packages", "project"],
+        "cuda": ["cuda", "packages", "project", "kernels"],
+    }
+    assert [step[-1] for step in steps] == wanted[path.stem]
     assert {tuple(step[:-1]) for step in steps} == {("deployments/images/install.sh", "/opt/venv")}
+
+
+def test_cuda_image_has_its_kernels_where_triton_looks_and_may_add_to_them():
+    build, final = stages(IMAGES / "cuda.Dockerfile")
+    assert "kernels" in named(build, "RUN")[-1].split()
+    [copied] = [text for text in named(final, "COPY") if "/opt/kernels" in text]
+    [user] = named(final, "USER")
+    home = re.search(r"\bHOME=(\S+)", " ".join(named(final, "ENV")))
+    assert f"--chown={user}" in copied
+    assert home is not None
+    assert copied.split()[-1] == f"{home[1]}/.triton/cache"
+    assert "TRITON_CACHE_DIR" not in " ".join(named(final, "ENV"))  # a prepared core names its own
+
+
+def settings_of(engine: dict) -> dict:
+    """What programs follow from: all settings but where the weights lie."""
+    config = EngineConfig.model_validate({**engine, "checkpoint": "somewhere"})
+    return config.model_dump()
+
+
+def test_kernels_are_compiled_for_every_values_file_of_the_chart():
+    lines = [
+        line.split()
+        for line in (IMAGES / "kernels.list").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    compiled = []
+    for deployment, model, experts, *options in lines:
+        document = yaml.safe_load((ROOT / "deployments" / f"{deployment}.yaml").read_text())
+        engine = document["applications"][0]["args"]["engine"]
+        for name, value in zip(options[::2], options[1::2], strict=True):
+            engine[name.removeprefix("--").replace("-", "_")] = yaml.safe_load(value)
+        compiled.append((model, experts, settings_of(engine)))
+    shipped = []
+    for path in values_files():
+        values = yaml.safe_load(path.read_text())
+        if values.get("device") == "cpu":
+            continue
+        model = values["model"]
+        engine = serve_document(values)["applications"][0]["args"]["engine"]
+        shipped.append((model["preset"], model["weightFormat"], settings_of(engine)))
+    assert [case for case in shipped if case not in compiled] == []
+    assert [case for case in compiled if case not in shipped] == []
 
 
 def test_demo_values_name_the_checkpoint_where_the_image_has_it():
@@ -201,7 +248,7 @@ def test_linter_finds_nothing(path):
 def test_install_script_refuses_an_unknown_step(tmp_path):
     result = subprocess.run([INSTALL, tmp_path, "everything"], capture_output=True, text=True)
     assert result.returncode == 2
-    assert "torch, cuda, packages, project" in result.stderr
+    assert "torch, cuda, packages, project, kernels" in result.stderr
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.contracts.plan import LanePlan, MaskAnswer, RoundPlan
+from flare_ray.device.ops.ahead.api import shapes_alone
 
 ABSENT = -1
 STAGING_SETS = 2
@@ -108,6 +109,8 @@ class StaticBuffer:
         tensor = torch.zeros(size, dtype=dtype, device=device)
         if tensor.device.type == "cpu":
             return cls(tensor, Staging((tensor,), ()))
+        if shapes_alone(device):
+            return cls(tensor, Staging((torch.zeros(size, dtype=dtype),), ()))
         sets = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(STAGING_SETS)]
         return cls(tensor, Staging(sets, [torch.cuda.Event() for _ in sets]))
 

@@ -7,7 +7,7 @@ what was asked for, so that a builder that forgets a tensor is caught before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar, cast
@@ -89,13 +89,19 @@ class RankWeights:
         self.keeping = Keeping(self.device.type) if keeping is None else keeping
         self._families = frozenset(families)
         self._specs = {spec.name: spec for spec in specs}
-        self._weights = validate_listed(index, specs, families=self._families).weights
+        self._weights = self._listed(index, specs)
         self._folder = index.folder
         self._files: dict[Path, safe_open] = {}
         self._used: set[str] = set()
         self._shared: dict[tuple[str, Split | None, torch.dtype], Tensor] = {}
         self._made: dict[str, object] = {}
         self._bytes_loaded = 0
+
+    def _listed(
+        self, index: CheckpointIndex, specs: Sequence[TensorSpec]
+    ) -> Mapping[str, StoredWeight]:
+        """How each listed tensor is stored, checked."""
+        return validate_listed(index, specs, families=self._families).weights
 
     def __enter__(self) -> Self:
         return self

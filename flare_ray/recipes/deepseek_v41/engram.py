@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.layers.tables import EmbeddingTable
+from flare_ray.device.ops.ahead.api import shapes_alone
 from flare_ray.device.ops.engram.api import NgramRows, gated_write
 from flare_ray.errors import CheckpointError
 from flare_ray.recipes.deepseek_v41.attention import Multiply
@@ -92,6 +93,11 @@ class Engram:
         vocab_size: int,
         device: torch.device,
     ) -> None:
+        self.history = shape.max_ngram - 1
+        self._rows = rows
+        if shapes_alone(device):
+            self._map, self._pad = torch.empty(vocab_size, dtype=torch.int64, device=device), 0
+            return
         mapped, count = token_map(folder, vocab_size)
         if count != shape.compressed_ids:
             raise CheckpointError(
@@ -99,8 +105,6 @@ class Engram:
                 f"made for engram_compressed_vocab_size {shape.compressed_ids}; use the tokenizer "
                 "of this checkpoint"
             )
-        self.history = shape.max_ngram - 1
-        self._rows = rows
         self._map = torch.tensor(mapped, device=device)
         self._pad = int(mapped[shape.pad_id])
 

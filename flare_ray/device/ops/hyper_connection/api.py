@@ -65,9 +65,9 @@ class HyperConnection:
         expect_shape("scale", scale, 3)
         flat = projection.shape[1]
         device = projection.device
-        repeats = torch.tensor([n, n, n * n], device=device)
         # The norm is hypot(|f|, sqrt(norm_eps * nH)) / sqrt(nH): its root goes into the weights.
-        factor = torch.repeat_interleave(scale, repeats)
+        parts = zip(scale.split(1), (n, n, n * n), strict=True)
+        factor = torch.cat([part.expand(size) for part, size in parts])
         root = math.sqrt(flat)
         self._projection = (projection * (factor * root).unsqueeze(1)).t().contiguous()
         self._base = base.clone()

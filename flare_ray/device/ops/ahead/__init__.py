@@ -1,0 +1,1 @@
+"""Compiling kernels where there is no device."""
