@@ -188,10 +188,10 @@ class Meters:
         meters.device_seconds.observe(result.elapsed_ns / _NS)
         if planned.plan.prefill:
             self._count_chunks(planned)
-        else:
-            self._count_lanes(meters, result)
+            return
+        emitted = self._count_lanes(meters, result)
         if planned.decision is not None and planned.decision.expected_ns:
-            self._measured_emitted.add(sum(lane.emitted for lane in result.lanes))
+            self._measured_emitted.add(emitted)
             self._measured_seconds.add(cost_ns / _NS)
 
     def grammar_drafts(self, cut: int, forced: int) -> None:
@@ -256,7 +256,8 @@ class Meters:
             self._recomputed.add(again)
             self._prompt_tokens.add(len(lane.tokens) - again)
 
-    def _count_lanes(self, meters: _ShapeMeters, result: RoundResult) -> None:
+    def _count_lanes(self, meters: _ShapeMeters, result: RoundResult) -> int:
+        """Add a round's living lanes to the totals; the tokens that they emitted."""
         active = emitted = drafting = offered = accepted = 0
         for lane in result.lanes:
             if not lane.status & _ACTIVE:
@@ -274,6 +275,7 @@ class Meters:
         self._drafts.add(drafting)
         self._draft_tokens.add(offered)
         self._accepted.add(accepted)
+        return emitted
 
     def _at_depth(self, depth: int) -> Counter:
         while depth >= len(self._accepted_at):

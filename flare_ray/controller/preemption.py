@@ -47,7 +47,7 @@ class Growth:
             end_of: positions below which a lane's next round may write.
         """
         missing = {live.uid: _missing(live, end_of(live)) for live in decoding}
-        if all(pages <= 0 for pages in missing.values()):
+        if max(missing.values(), default=0) <= 0:
             for live in decoding:
                 live.short_pages = 0
             return list(decoding)
