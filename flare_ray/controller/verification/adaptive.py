@@ -124,7 +124,9 @@ class AdaptivePolicy:
             kept = self._keep(candidates, values, prices, best)
             if kept != best:
                 best, reason = kept, "kept"
-            chosen, lost = self._prober.pick(candidates, values, prices, best)
+            chosen, lost = self._prober.pick(
+                candidates, values, prices, best, hint=self.survival.hints_at_better
+            )
             if chosen != best:
                 best, reason = chosen, "probe"
                 self.account.debit(lost)
@@ -165,14 +167,13 @@ class AdaptivePolicy:
         self.cost.observe(shape, cost_ns)
         gain_ns = 0.0
         if self._narrowest is not None and program is not self._narrowest:
-            emitted = alive = 0
-            for lane in record.lanes:
-                emitted += lane.emitted
-                alive += lane.emitted > 0
+            emitted = [lane.emitted for lane in record.lanes]
+            alive = len(emitted) - emitted.count(0)
             if alive:
                 narrow_ns = self.cost.prices_ns([self._narrowest])[0]
-                gain_ns = emitted / alive * narrow_ns - cost_ns
-        self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns)
+                gain_ns = sum(emitted) / alive * narrow_ns - cost_ns
+        drafted = shape.draft_tokens > 0
+        self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns, drafted=drafted)
 
     def expected_tokens(self, lane: CohortLane) -> float:
         """By survival alone; an unknown request counts as the workload does."""
@@ -222,7 +223,7 @@ class AdaptivePolicy:
         elif self._objective == "latency":
             joined = lanes * lanes / (1.0 / tokens).sum(0)
         else:
-            joined = lanes * np.exp(np.log(tokens).mean(0))
+            joined = lanes * np.exp(np.add.reduce(np.log(tokens), 0) / lanes)
         found: list[float] = joined.tolist()
         return found
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from flare_ray.contracts.shapes import GraphShape
 
@@ -67,6 +67,7 @@ class Price:
         is_trusted: enough rounds of it were measured, here or at start-up.
         before: costs over the level of its last two rounds, the older first; 0 = none.
         starts: costs over the level of its first rounds, ascending; () once it is trusted.
+        rows_a_lane: target rows a lane: its width, or what a packed round has for each on average.
     """
 
     shape: GraphShape
@@ -78,6 +79,12 @@ class Price:
     is_trusted: bool = False
     before: tuple[float, float] = (0.0, 0.0)
     starts: tuple[float, ...] = ()
+    rows_a_lane: float = field(init=False)
+    is_packed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows_a_lane = self.shape.rows / self.shape.batch_capacity
+        self.is_packed = self.shape.packed_capacity > 0
 
     def start(self, raw: float) -> None:
         """One of its first rounds: its price becomes the median of them, the lower of two, since
@@ -110,10 +117,14 @@ class CostTable:
 
     Args:
         measured_ns: start-up measurements.
+
+    Attributes:
+        rounds: completed rounds; `last_drafted` = the last one that drafted; 0 = none.
     """
 
     def __init__(self, measured_ns: Mapping[GraphShape, int] | None = None) -> None:
         self.rounds = 0
+        self.last_drafted = 0
         self._deviation = 0.08
         self._level = 1.0
         self._recent = (1.0, 1.0)
@@ -140,6 +151,8 @@ class CostTable:
     def observe(self, shape: GraphShape, cost_ns: int) -> None:
         """One complete round of `shape` took `cost_ns` > 0."""
         self.rounds += 1
+        if shape.draft_tokens:
+            self.last_drafted = self.rounds
         price = self.price(shape)
         raw = cost_ns / self._level
         if price.is_trusted:
@@ -147,7 +160,7 @@ class CostTable:
         else:
             if not price.weight:
                 known = self._known(shape)
-                price.relative = _guess(shape, known) if known else raw
+                price.relative = _guess(price, known) if known else raw
             price.start(raw)
             self._guesses_hold = False
         price.samples = min(price.samples + 1, MEMORY_ROUNDS)
@@ -211,7 +224,7 @@ class CostTable:
         for price in self._prices.values():
             if not price.weight:
                 known = self._known(price.shape)
-                price.relative = _guess(price.shape, known) if known else 1.0
+                price.relative = _guess(price, known) if known else 1.0
         self._guesses_hold = True
 
     def _known(self, shape: GraphShape) -> list[Price]:
@@ -227,7 +240,7 @@ def _hold_above_narrower(candidates: Sequence[Price], prices: list[float]) -> No
     """Of programs not trusted; one disturbed sample cannot price them out of being measured."""
     floor = narrower = 0.0
     for place, price in enumerate(candidates):
-        width = _rows(price.shape)
+        width = price.rows_a_lane
         if price.is_trusted:
             floor, narrower = prices[place], width
         elif narrower:
@@ -235,7 +248,7 @@ def _hold_above_narrower(candidates: Sequence[Price], prices: list[float]) -> No
             prices[place] = min(max(prices[place], floor), most)
 
 
-def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
+def _guess(program: Price, known: Sequence[Price]) -> float:
     """Relative price of a program that never ran.
 
     1. Between two known widths of its batch capacity: linear.
@@ -243,13 +256,14 @@ def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
        share of a row; never far below the narrowest.
     3. No width of its capacity known: the nearest capacity stands for it.
     """
-    distance = min(abs(p.shape.batch_capacity - shape.batch_capacity) for p in known)
+    capacity = program.shape.batch_capacity
+    distance = min(abs(p.shape.batch_capacity - capacity) for p in known)
     near = sorted(
-        (_rows(price.shape), price.relative)
+        (price.rows_a_lane, price.relative)
         for price in known
-        if abs(price.shape.batch_capacity - shape.batch_capacity) == distance
+        if abs(price.shape.batch_capacity - capacity) == distance
     )
-    width = _rows(shape)
+    width = program.rows_a_lane
     below = [entry for entry in near if entry[0] <= width]
     above = [entry for entry in near if entry[0] > width]
     if below and below[-1][0] == width:
@@ -261,11 +275,6 @@ def _guess(shape: GraphShape, known: Sequence[Price]) -> float:
     (low, low_cost), (high, high_cost) = pair[0], pair[-1]
     slope = max(high_cost - low_cost, 0.0) / max(high - low, 1.0)
     return max(low_cost + slope * (width - low), 0.1 * low_cost)
-
-
-def _rows(shape: GraphShape) -> float:
-    """Target rows a lane: its width, or what a packed round has for each on average."""
-    return shape.rows / shape.batch_capacity
 
 
 def _assumed(width: float) -> float:

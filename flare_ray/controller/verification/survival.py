@@ -23,6 +23,7 @@ within some ten rounds.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -56,6 +57,8 @@ QUIET_DECAY = 0.98
 """The same per round that offered nothing, which are a hundred between two probes."""
 SURPRISE = 5.0
 """Squared deviations of recent outcomes from their forecast, in variances, that mean a change."""
+HINT = 0.25
+"""Share of recent tests that passed beyond the forecast from which on more tests are wanted."""
 KEPT_AFTER_CHANGE = 0.15
 """Share of the evidence that a change leaves."""
 MOST_AFTER_CHANGE = 8.0
@@ -75,13 +78,20 @@ _DEPTHS: Ints = np.arange(MAX_DRAFTS)
 
 
 class _Workload:
-    """Decayed tests and passes by depth over all requests; depth 1 first."""
+    """Decayed tests and passes by depth over all requests; depth 1 first.
+
+    Attributes:
+        hints_at_better: the last tests passed so much more often than forecast that more of them
+            should tell.
+    """
 
     def __init__(self) -> None:
         self._tested = [0.0] * MAX_DRAFTS
         self._passed = [0.0] * MAX_DRAFTS
         self._surprise = 0.0
         self._variance = 0.0
+        self._recent = 0.0
+        self.hints_at_better = False
         self.chances = self._chances()
 
     def observe(
@@ -94,10 +104,12 @@ class _Workload:
         """
         self._surprise = self._surprise * RECENT_DECAY + surprise
         self._variance = self._variance * RECENT_DECAY + variance
+        self._recent = self._recent * RECENT_DECAY + sum(tested)
+        self.hints_at_better = self._surprise > HINT * self._recent
         keep, changed = WORKLOAD_DECAY, False
         if self._surprise**2 > SURPRISE * self._variance + 1.0:
             keep, changed = KEPT_AFTER_CHANGE, True
-            self._surprise = self._variance = 0.0
+            self._surprise = self._variance = self._recent = 0.0
         for depth, count in enumerate(tested):
             if count or changed:
                 share = keep
@@ -112,6 +124,7 @@ class _Workload:
         could never tell a change from the noise of others long ago."""
         self._surprise *= QUIET_DECAY
         self._variance *= QUIET_DECAY
+        self._recent *= QUIET_DECAY
 
     def _chances(self) -> Floats:
         chances = []
@@ -137,8 +150,9 @@ class _Spread:
 
     def observe(self, excess: Floats, variance: Floats) -> None:
         """Rows of one round."""
-        found = float((excess * excess - CHANCE_SHARE * variance).mean())
-        self._add(found, float((variance * variance).mean()), len(excess))
+        rows = len(excess)
+        found = float(excess @ excess) - CHANCE_SHARE * float(variance.sum())
+        self._add(found / rows, float(variance @ variance) / rows, rows)
 
     def observe_few(self, rows: Sequence[tuple[float, float]]) -> None:
         """As `observe`: (excess, variance) per row."""
@@ -340,6 +354,12 @@ class SurvivalEstimator:
     def __len__(self) -> int:
         return len(self._row_of)
 
+    @property
+    def hints_at_better(self) -> bool:
+        """Whether the last drafts passed so much more often than forecast that more should be
+        tested."""
+        return self._learned.workload.hints_at_better
+
     def expected_emitted(self, uid: int) -> tuple[float, ...]:
         """Entry k: 1 + survival[1] + .. + survival[k] of learned drafts, for k = 0 .. 7."""
         return tuple(self._learned.expected[self._row(uid)].tolist())
@@ -350,12 +370,17 @@ class SurvivalEstimator:
         rows = [get(lane.uid, -1) for lane in lanes]
         if -1 in rows:
             rows = [self._row(lane.uid) for lane in lanes]
-        expected = self._learned.expected[rows]
-        for place, lane in enumerate(lanes):
-            if lane.sources:
-                expected[place] = self._mixed(rows[place], lane.sources)
-            if lane.ceiling < MAX_DRAFTS:
-                expected[place, lane.ceiling + 1 :] = expected[place, lane.ceiling]
+        expected: Floats = self._learned.expected.take(rows, 0)
+        sources = [lane.sources for lane in lanes]
+        if any(sources):
+            for place, listed in enumerate(sources):
+                if listed:
+                    expected[place] = self._mixed(rows[place], listed)
+        ceilings = [lane.ceiling for lane in lanes]
+        if min(ceilings) < MAX_DRAFTS:
+            for place, ceiling in enumerate(ceilings):
+                if ceiling < MAX_DRAFTS:
+                    expected[place, ceiling + 1 :] = expected[place, ceiling]
         return expected
 
     def expected_tokens(self, lane: CohortLane) -> float:
@@ -380,14 +405,19 @@ class SurvivalEstimator:
         Args:
             sources: per lane the `ProposalSource` of its depths; () = all LEARNED.
         """
-        alive = [place for place, lane in enumerate(lanes) if lane.status & _FATE == _LIVED]
-        if not alive:
+        lives = [lane.status & _FATE == _LIVED for lane in lanes]
+        told, listed = lanes, sources
+        if not all(lives):
+            told = list(itertools.compress(lanes, lives))
+            listed = list(itertools.compress(sources, lives))
+        if not told:
             return
-        told = [lanes[place] for place in alive] if len(alive) < len(lanes) else lanes
-        if len(told) <= FEW_LANES and not any(sources):
+        if len(told) <= FEW_LANES and not any(listed):
             self._observe_few(told)
             return
-        rows = np.array([self._row(lane.uid) for lane in told])
+        get = self._row_of.get
+        found = [get(lane.uid, -1) for lane in told]
+        rows = np.array([self._row(lane.uid) for lane in told] if -1 in found else found)
         offered = np.array([lane.offered for lane in told])
         if not offered.any():
             self._learned.fade(rows)
@@ -399,8 +429,8 @@ class SurvivalEstimator:
         failed = (accepted < offered) & (emitted > accepted)
         passed = successes[:, None] > _DEPTHS
         tested = (successes + failed)[:, None] > _DEPTHS
-        if any(sources):
-            self._observe_mixed(rows, tested, passed, [sources[place] for place in alive])
+        if any(listed):
+            self._observe_mixed(rows, tested, passed, listed)
         elif offered.all():
             self._learned.observe(rows, tested, passed)
         else:

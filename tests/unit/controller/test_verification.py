@@ -5,8 +5,13 @@ import itertools
 import pickle
 import random
 
+import numpy as np
 import pytest
 
+from benchmarks.policy.cells import readaptation
+from benchmarks.policy.costs import catalog
+from benchmarks.policy.players import Stage, observed_noise, play_policy
+from benchmarks.policy.traces import Synthetic
 from flare_ray.contracts.record import Status
 from flare_ray.contracts.shapes import speculative_shapes
 from flare_ray.controller.verification import (
@@ -19,7 +24,12 @@ from flare_ray.controller.verification import (
 )
 from flare_ray.controller.verification.adaptive import STATED_BOUND
 from flare_ray.controller.verification.cost import MEMORY_ROUNDS, CostTable
-from flare_ray.controller.verification.exploration import ACCOUNT_LIMIT_ROUNDS, PROBE_SHARE
+from flare_ray.controller.verification.exploration import (
+    ACCOUNT_LIMIT_ROUNDS,
+    PROBE_SHARE,
+    ExplorationAccount,
+    Prober,
+)
 from flare_ray.controller.verification.survival import SurvivalEstimator
 from flare_ray.errors import ContractViolation
 from tests.support.policy_simulator import World, lane_record
@@ -219,6 +229,54 @@ def test_probes_stay_inside_their_account_in_the_long_run():
     settled = widths[10_000:]
     lost_ns = sum(0.8 * MS * (width - 1) for width in settled)
     assert 0 < lost_ns < (PROBE_SHARE * len(settled) + ACCOUNT_LIMIT_ROUNDS) * MS
+
+
+SHIFT_ROUND = 400
+
+
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_drafts_that_become_good_are_noticed_from_depth_zero_within_fifty_rounds(lanes):
+    """A test at width two loses a quarter of a round: one in fifty is paid for."""
+    texts = Synthetic("shift", [(0.3,), (0.9,)], turns=((0, 0), (SHIFT_ROUND, 1)))
+    stage = Stage(texts.make(2 * SHIFT_ROUND, lanes), lanes, 2 * SHIFT_ROUND)
+    shapes = catalog(lanes, 4096)
+    prices = np.array([rising(0.55)(shape) for shape in shapes])
+    measured = {shape: round(price) for shape, price in zip(shapes, prices, strict=True)}
+    noise = observed_noise(stage.rounds, 5)
+    run = play_policy(stage, shapes, prices, AdaptivePolicy(measured), noise)
+    before, after = run.widths[:SHIFT_ROUND], run.widths[SHIFT_ROUND:]
+    assert most_common(before) == 1
+    assert most_common(after[50:]) > 1
+    assert readaptation(stage, prices, run)[0] <= 50
+    assert run.probe_ns <= PROBE_SHARE * run.price_ns.sum() + ACCOUNT_LIMIT_ROUNDS * prices.max()
+
+
+def picked(account, *, hint):
+    """Pick between width one, which is best, and two."""
+    table = CostTable({CATALOG[0]: 1_000_000, CATALOG[1]: 1_500_000})
+    prober = Prober(table, account)
+    candidates = [table.price(shape) for shape in CATALOG[:2]]
+    return prober.pick(candidates, [1.0, 1.1], [1e6, 1.5e6], 0, hint=hint)
+
+
+def test_test_that_went_better_than_forecast_is_repeated_on_credit_and_no_further():
+    account = ExplorationAccount()
+    account.balance_ns = -0.5 * MS
+    assert picked(account, hint=False) == (0, 0.0)
+    assert picked(account, hint=True) == (1, pytest.approx(0.4 * MS))
+    account.balance_ns = -1.5 * MS
+    assert picked(account, hint=True) == (0, 0.0)
+
+
+@pytest.mark.parametrize(("passes", "hint"), [(1, False), (3, True)])
+def test_outcomes_far_above_their_forecast_hint_at_better_drafts(passes, hint):
+    estimator = SurvivalEstimator()
+    for _ in range(40):
+        estimator.observe([lane_record(uid, offered=1, accepted=0) for uid in range(4)])
+    for _ in range(100):
+        estimator.observe([lane_record(uid, offered=0, accepted=0) for uid in range(4)])
+    estimator.observe([lane_record(uid, offered=1, accepted=uid < passes) for uid in range(4)])
+    assert estimator.hints_at_better == hint
 
 
 def test_every_width_is_measured_where_probes_are_cheap():
