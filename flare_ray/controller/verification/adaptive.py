@@ -38,7 +38,8 @@ from flare_ray.controller.verification.policy import (
     Decision,
     Reason,
 )
-from flare_ray.controller.verification.survival import Floats, SurvivalEstimator
+from flare_ray.controller.verification.survival import SurvivalEstimator
+from flare_ray.controller.verification.workload import Floats
 from flare_ray.errors import ContractViolation
 
 Objective = Literal["latency", "throughput", "slo"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from flare_ray.contracts.shapes import GraphShape
-from flare_ray.controller.verification.survival import Floats
+from flare_ray.controller.verification.workload import Floats
 
 GAIN = 0.05
 """Share of a round's deviation by which what confidence gains moves in the long run: some twenty
