@@ -239,6 +239,20 @@ class RoundPlan(msgspec.Struct, frozen=True, array_like=True, tag=1):
     captures: tuple[SnapshotSave, ...] = ()
     freed: FreedMemory | None = None
 
+    @property
+    def copies_alone(self) -> bool:
+        """Whether every draft that a lane may offer is a copy, so that no drafter has to propose
+        any; of packed rounds never, whose rows its forecasts assign."""
+        copied = [lane.copy_tokens[: lane.ceiling] for lane in self.lanes]
+        return (
+            any(copied)
+            and not self.shape.packed_capacity
+            and all(
+                len(tokens) == lane.ceiling and -1 not in tokens
+                for tokens, lane in zip(copied, self.lanes, strict=True)
+            )
+        )
+
 
 class MaskAnswer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The host's answer at a barrier: the masks of a round are in its block now (contract: G5).

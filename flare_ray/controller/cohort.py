@@ -246,7 +246,9 @@ class Planner:
             return  # behind everyone's last round it may be skipped: its cost tells nothing
         copied = any(lane.copy_sources for lane in plan.lanes)
         sources = tuple(lane.copy_sources for lane in plan.lanes) if copied else ()
-        self._policy.observe(CompletedRound(plan.shape, lanes, sources), cost_ns)
+        alone = copied and plan.copies_alone
+        round_ = CompletedRound(plan.shape, lanes, sources, copies_alone=alone)
+        self._policy.observe(round_, cost_ns)
         if gate is not None:
             gate.round_done(cost_ns, emitted=sum(lane.emitted for lane in lanes), lanes=alive)
 

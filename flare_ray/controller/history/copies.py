@@ -9,9 +9,10 @@ needs no probes:
     committed   e f | g X          two rounds of learned drafts: three passed, the fourth failed
 
 A copy takes the first depths of a round and the drafter goes on behind it, within the same budget;
-or the drafter has all depths. The larger number of expected tokens decides, with one difference:
-copies follow from the last round's tokens, so none is queued behind a round that is unanswered.
-Where rounds are queued, copies must be better by WAIT_SHARE.
+or the drafter has all depths. Expected tokens over the round's price decide; a round of copies
+alone is cheaper on the CPU, where it runs no drafter. Copies follow from the last round's tokens,
+so none is queued behind a round that is unanswered: where rounds are queued, they must be better by
+WAIT_SHARE.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class RequestCopies:
             if expected > most:
                 self._chosen, most = found, expected
         if self._chosen is not None and not self._rules.alone:
-            learned = self._policy.expected_tokens(CohortLane(self._uid, self._rules.most))
+            learned = self._policy.expected_rate(CohortLane(self._uid, self._rules.most))
             if most < learned * (1.0 + WAIT_SHARE * self._rules.queued):
                 self._chosen = None
 
@@ -212,7 +213,7 @@ class RequestCopies:
         rules = self._rules
         count = min(len(copy.tokens), rules.most)
         ceiling = count if rules.alone else rules.most
-        return self._policy.expected_tokens(CohortLane(self._uid, ceiling, (copy.source,) * count))
+        return self._policy.expected_rate(CohortLane(self._uid, ceiling, (copy.source,) * count))
 
 
 def _agreeing(foretold: Sequence[int], tokens: Sequence[int]) -> int:

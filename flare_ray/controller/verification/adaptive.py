@@ -25,9 +25,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
-from flare_ray.contracts.shapes import GraphShape
+from flare_ray.contracts.shapes import MAX_WIDTH, GraphShape
 from flare_ray.controller.verification.capacity import ConfidenceGain, packed_expected
 from flare_ray.controller.verification.cost import CostTable, Price
 from flare_ray.controller.verification.exploration import ExplorationAccount, Prober, loss_ns
@@ -105,7 +106,7 @@ class AdaptivePolicy:
         useful = _useful(cohort, catalog)
         candidates = programs if useful == len(programs) else programs[:useful]
         expected = self.survival.expected_of(cohort.lanes)
-        prices = self.cost.prices_ns(candidates)
+        prices = self.cost.prices_ns(self._priced(cohort.lanes, candidates))
         values = self._values(expected, candidates)
         paces: tuple[float, ...] = ()
         if self._target_ns:
@@ -158,7 +159,8 @@ class AdaptivePolicy:
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
         """Update survival, price and account."""
         cost_ns = max(cost_ns, 1)
-        shape, program = record.shape, self.cost.price(record.shape)
+        shape = _without_drafter(record.shape) if record.copies_alone else record.shape
+        program = self.cost.price(shape)
         estimate_ns = self.cost.prices_ns([program])[0]
         self._switching.observe(cost_ns / estimate_ns - 1.0, switched=program is not self._previous)
         self._previous = program
@@ -176,9 +178,20 @@ class AdaptivePolicy:
         drafted = shape.draft_tokens > 0
         self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns, drafted=drafted)
 
-    def expected_tokens(self, lane: CohortLane) -> float:
-        """By survival alone; an unknown request counts as the workload does."""
-        return self.survival.expected_tokens(lane)
+    def expected_rate(self, lane: CohortLane) -> float:
+        """At the widths of the last choice; an unknown request counts as the workload does. Among
+        others a copying lane saves no drafter, so tokens alone decide there."""
+        expected = self.survival.expected_by_drafts(lane)
+        if self._last is None:
+            return expected[-1]
+        candidates = self._last.candidates
+        if len(self._last.expected) == 1:
+            candidates = self._priced((lane,), candidates)
+        prices = self.cost.prices_ns(candidates)
+        return max(
+            expected[min(price.shape.verify_width - 1, lane.ceiling)] / cost_ns
+            for price, cost_ns in zip(candidates, prices, strict=True)
+        )
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Update the source's survival."""
@@ -197,6 +210,20 @@ class AdaptivePolicy:
     def forget(self, uid: int) -> None:
         """Drop what was learnt of one request; the workload keeps it."""
         self.survival.forget(uid)
+
+    def _priced(self, lanes: Sequence[CohortLane], candidates: Sequence[Price]) -> Sequence[Price]:
+        """What candidates cost in a round of these lanes: where all drafts are copies, without the
+        drafter."""
+        if not any(lane.sources for lane in lanes):
+            return candidates
+        short = [len(lane.sources) for lane in lanes if len(lane.sources) < lane.ceiling]
+        deepest = min(short, default=MAX_WIDTH)
+        return [
+            self.cost.price(_without_drafter(price.shape))
+            if 1 < price.shape.verify_width <= deepest + 1 and not price.shape.packed_capacity
+            else price
+            for price in candidates
+        ]
 
     def _programs(self, catalog: Sequence[GraphShape]) -> list[Price]:
         """What is known of a catalog's programs, looked up once per catalog."""
@@ -319,3 +346,8 @@ def _useful(cohort: Cohort, catalog: Sequence[GraphShape]) -> int:
             if shape.verify_width > most and not shape.packed_capacity:
                 return count
     return len(catalog)
+
+
+def _without_drafter(shape: GraphShape) -> GraphShape:
+    """The same rows with nothing proposed: what a round of copies alone is priced as."""
+    return msgspec.structs.replace(shape, draft_tokens=0)

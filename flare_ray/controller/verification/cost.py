@@ -228,8 +228,15 @@ class CostTable:
         self._guesses_hold = True
 
     def _known(self, shape: GraphShape) -> list[Price]:
-        """Programs of the same kind of which something is known."""
-        return [p for p in self._prices.values() if p.weight and p.shape.kind is shape.kind]
+        """Programs of the same kind of which something is known; rounds of copies alone, which run
+        no drafter, say nothing of others."""
+        return [
+            p
+            for p in self._prices.values()
+            if p.weight
+            and p.shape.kind is shape.kind
+            and (p.shape.draft_tokens or p.shape.verify_width == 1 or not shape.draft_tokens)
+        ]
 
 
 def _clipped(error: float) -> float:

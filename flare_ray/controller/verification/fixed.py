@@ -40,7 +40,7 @@ class FixedPolicy:
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
         """Nothing is learnt."""
 
-    def expected_tokens(self, lane: CohortLane) -> float:
+    def expected_rate(self, lane: CohortLane) -> float:
         """Copies are taken for right and learned drafts for wrong, since nothing is learnt: the
         longest copy is the best."""
         copied = lane.sources[: lane.ceiling]

@@ -67,6 +67,7 @@ class Observed(msgspec.Struct, frozen=True, tag="observed"):
     sources: tuple[tuple[int, ...], ...]
     confidence: tuple[tuple[float, ...], ...]
     cost_ns: int
+    copies_alone: bool = False
 
 
 class Forgot(msgspec.Struct, frozen=True, tag="forgot"):
@@ -130,13 +131,15 @@ class LoggedPolicy:
             Fate(lane.uid, lane.status, lane.offered, lane.accepted, lane.emitted)
             for lane in record.lanes
         )
-        told = Observed(record.shape, fates, record.sources, record.confidence, cost_ns)
+        told = Observed(
+            record.shape, fates, record.sources, record.confidence, cost_ns, record.copies_alone
+        )
         self._write(told)
         self._policy.observe(record, cost_ns)
 
-    def expected_tokens(self, lane: CohortLane) -> float:
+    def expected_rate(self, lane: CohortLane) -> float:
         """As the policy itself; not written down, since it changes nothing."""
-        return self._policy.expected_tokens(lane)
+        return self._policy.expected_rate(lane)
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """As the policy itself."""
@@ -215,7 +218,11 @@ def replay(path: Path) -> tuple[int, int]:
             different += policy.decision() != entry.decision
         elif isinstance(entry, Observed):
             record = CompletedRound(
-                entry.shape, _records(entry.lanes), entry.sources, entry.confidence
+                entry.shape,
+                _records(entry.lanes),
+                entry.sources,
+                entry.confidence,
+                entry.copies_alone,
             )
             policy.observe(record, entry.cost_ns)
         elif isinstance(entry, Compared):

@@ -59,12 +59,14 @@ class CompletedRound(msgspec.Struct, frozen=True, array_like=True):
         sources: per lane `ProposalSource` by depth, as in its cohort; () = all LEARNED.
         confidence: per lane the drafter's forecast that draft i passes given those before it; () =
             the program forecasts nothing (contract: C4).
+        copies_alone: every draft on offer was copied, for which an eager program runs no drafter.
     """
 
     shape: GraphShape
     lanes: tuple[LaneRecord, ...]
     sources: tuple[tuple[int, ...], ...] = ()
     confidence: tuple[tuple[float, ...], ...] = ()
+    copies_alone: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +121,9 @@ class VerificationPolicy(Protocol):
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
         """Learn from a round and from the whole time it took, host gap included."""
 
-    def expected_tokens(self, lane: CohortLane) -> float:
-        """Tokens that a round with every draft `lane` allows is expected to emit for it."""
+    def expected_rate(self, lane: CohortLane) -> float:
+        """What a round may be worth for one lane with these sources: tokens over price at the best
+        width, in a unit of the policy's own."""
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Learn from a copy that was found and not offered: the text itself has told.

@@ -275,17 +275,19 @@ class SurvivalEstimator:
                     expected[place, ceiling + 1 :] = expected[place, ceiling]
         return expected
 
-    def expected_tokens(self, lane: CohortLane) -> float:
-        """As `expected_of` of one lane with all drafts that it allows; begins no record of it."""
+    def expected_by_drafts(self, lane: CohortLane) -> list[float]:
+        """As `expected_of` of one lane, for 0 .. ceiling drafts; begins no record of it."""
         row = self._row_of.get(lane.uid)
         total = survival = 1.0
+        expected = [total]
         for depth in range(min(lane.ceiling, MAX_DRAFTS)):
             source = lane.sources[depth] if depth < len(lane.sources) else ProposalSource.LEARNED
             table = self._table(source)
             chances = table.workload.chances if row is None else table.chances[row]
             survival *= float(chances[depth])
             total += survival
-        return total
+            expected.append(total)
+        return expected
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Learn from a copy that was not offered: its first depths, as the text told them."""

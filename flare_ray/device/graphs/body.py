@@ -56,6 +56,7 @@ class RoundBody:
             sampled=True,
             filters=bounds.filters,
             publishes=bounds.publishes,
+            drafts=not plan.copies_alone,
         )
 
     def fill(self, plan: RoundPlan, masks: np.ndarray | None) -> None:

@@ -10,6 +10,7 @@ program captured with more than a plan needs serves it too:
     first token      always sampled; whether a chunk is the last one is read on the device
     filters          top_k 0, top_p 1, min_p 0, factor 1 and addend 0 leave a lane's row as it is
     copies, masks    -1 and MASKED 0 mean none
+    drafts           always proposed; copies take their places
     publication      lanes that cross no boundary copy into the null slot's row
 
 Neutral is not free: position-keyed noise, 1,024 rules, twenty log-probabilities a row and the copy
@@ -79,6 +80,7 @@ def covers(fixed: HostFacts, needed: HostFacts) -> bool:
     implied = (
         (needed.masked, fixed.masked),
         (needed.copies, fixed.copies),
+        (needed.drafts, fixed.drafts),
         (needed.sampled, fixed.sampled),
         (needed.publishes, fixed.publishes),
     )

@@ -179,6 +179,7 @@ class HostFacts:
         rows: rows per lane in view (a prefill's longest chunk; W in a round).
         masked: some lane is constrained.
         copies: some lane brings copy tokens.
+        drafts: some lane may offer a draft that is not copied; else the drafter proposes nothing.
         sampled: a prefill lane ends its prompt.
         filters: bounds over the lanes' sampling parameters.
         publishes: some lane may end a row at a page boundary.
@@ -191,6 +192,7 @@ class HostFacts:
     sampled: bool
     filters: FilterBounds
     publishes: bool = True
+    drafts: bool = True
 
     @property
     def may_exhaust(self) -> bool:

@@ -75,6 +75,14 @@ class Proposals:
         self.tokens.append(token)
         return token
 
+    def copy(self, depth: int) -> None:
+        """Take the copies alone for depths 0 .. depth - 1, with nothing in the places of none."""
+        if self._copies is None or self.tokens:
+            raise ContractViolation("drafts are copied alone, and no lane brings copies")
+        tokens = self._copies[:, :depth].clamp(min=0)
+        self.q[:, :depth].zero_().scatter_(-1, tokens.unsqueeze(-1), 1.0)
+        self.tokens.extend(tokens.unbind(1))
+
     def stacked(self) -> Tensor:
         """[B, D] int64, every draft in order."""
         return torch.stack(self.tokens, dim=1)

@@ -1,6 +1,7 @@
 """One round: draft, verify, accept, commit (contract: T1-T6).
 
-    1. draft    complete the pair (tail, p), propose D tokens, keep q; copies take their places
+    1. draft    complete the pair (tail, p), propose D tokens, keep q; copies take their places, and
+                where every draft on offer is one (host-known), nothing is proposed
     2. verify   target on [p, d0 .. dW-2], W rows a lane, logits of every row
     3. accept   p per row -> chain acceptance over the drafts the lane offers -> a, target sample
     4. commit   clip to t; advance the slot; absorb the completed pairs; publish a crossed boundary;
@@ -190,7 +191,10 @@ def _draft(
     copies = planned[:, LaneField.COPIES :] if stage.facts.copies and depth else None
     sink = Proposals(scratch.q, lanes.params, stage.draws, copies)
     if shape.speculation:
-        _propose(model, lanes, sink, depth)
+        proposed = depth if stage.facts.drafts else 0
+        _propose(model, lanes, sink, proposed)
+        if proposed < depth:
+            sink.copy(depth)
     room = torch.minimum(planned[:, LaneField.CEILING], lanes.field(Core.BUDGET) - 1)
     offered = room.clamp_(0, shape.verify_width - 1)
     if shape.packed_capacity:

@@ -195,11 +195,11 @@ def test_a_decision_log_with_copies_replays(make_harness, tmp_path):
 def test_copies_that_were_not_offered_teach_their_source_alone():
     policy = AdaptivePolicy()
     lane = CohortLane(1, 5, (int(ProposalSource.HISTORY),) * 5)
-    before, learned = policy.expected_tokens(lane), policy.expected_tokens(CohortLane(1, 5))
+    before, learned = policy.expected_rate(lane), policy.expected_rate(CohortLane(1, 5))
     for _ in range(20):
         policy.compared(1, int(ProposalSource.HISTORY), passed=5, failed=False)
-    assert policy.expected_tokens(lane) > 5 > before
-    assert policy.expected_tokens(CohortLane(1, 5)) == learned
+    assert policy.expected_rate(lane) > 5 > before
+    assert policy.expected_rate(CohortLane(1, 5)) == learned
 
 
 def test_learned_drafts_off_needs_copies():
