@@ -85,6 +85,16 @@ def test_greedy_tokens_equal_width_one_execution(engines, narrow, settings):
     assert bool(accepted) == (settings is not WIDE["not full width"])
 
 
+def test_copied_drafts_pass_the_masks_of_their_prefixes(engines, narrow):
+    """Contract H2, K1: answers that copy each other, constrained or not, stay what they are."""
+    copies = {"history_drafts": True, "request_drafts": True, "policy": "fixed", "fixed_width": 6}
+    core = engines(queue_depth=2, speculation=copies)
+    for _ in range(2):
+        outcomes = run(core, mixed("g"))
+        assert [o.tokens for o in outcomes] == [o.tokens for o in narrow]
+    assert sum(o.end.copies_accepted for o in outcomes[:-2]) > 20
+
+
 def test_free_neighbours_get_what_they_get_alone(engines, narrow):
     alone = run(engines(), [request("gfree0", None, max_tokens=60)])
     assert alone[0].tokens == narrow[-2].tokens
