@@ -45,7 +45,7 @@ def test_arms_write_equal_texts_and_give_every_metric(tmp_path, keep_threads):
             max_tokens=12,
         )
         small = replace(part, arms=ARMS[part.name], settings=settings)
-        size = replace(SMALL, engine={**ENGINE, "context_tokens": 1024})
+        size = replace(SMALL, engine={**ENGINE, "context_tokens": 1024, "concurrency": 1})
         out = tmp_path / part.name
         runs.append(run_part(small, size, checkpoint, out, Console(quiet=True)))
     metrics = history_metrics(*runs)
