@@ -30,6 +30,7 @@ from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scra
 from flare_ray.device.graphs.pool import PoolSizes, pool_bytes
 from flare_ray.device.graphs.variants import count_graphs
 from flare_ray.device.keeping import keeping_of, weights_held
+from flare_ray.device.speculation.undrafted import Undrafted
 from flare_ray.device.state.layout import (
     StateLimits,
     pages_for,
@@ -46,6 +47,7 @@ from flare_ray.errors import CapacityError, CheckpointError, ConfigError
 from flare_ray.recipes.declaration import (
     BuildOptions,
     Communicator,
+    Drafter,
     Family,
     Recipe,
     StateSpec,
@@ -262,10 +264,10 @@ def _catalog_options(config: EngineConfig, recipe: Recipe, drafter_layers: int) 
         )
     if not speculative:
         _refuse_drafts(config)
-    elif drafter_layers < 1:
+    elif drafter_layers < 1 and settings.learned_drafts:
         raise ConfigError(
             f"speculation.families is {settings.families}, the checkpoint holds no drafter; set "
-            "families: ordinary"
+            "families: ordinary, or learned_drafts: false with copied drafts"
         )
     return CatalogOptions(
         concurrency=config.concurrency,
@@ -429,8 +431,10 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
     with weights:
         target = target_of(geometry, weights, comm, options)
         weights.assert_all_used("target")
-        drafter = None
-        if manifest.speculation:
+        drafter: Drafter | None = None
+        if manifest.speculation and not geometry.num_drafter_layers:
+            drafter = Undrafted()
+        elif manifest.speculation:
             drafter = drafter_of(geometry, weights, comm, options)
             weights.assert_all_used("drafter")
     return ModelParts(spec, target, drafter)

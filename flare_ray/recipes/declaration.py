@@ -238,6 +238,10 @@ class DraftSink(Protocol):
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Proposed tokens [B] int64 at `depth` (0-based) from logits [B, V] float32."""
 
+    def leave(self, depth: int) -> Tensor:
+        """As `draw`, where the drafter has no logits: copied tokens, or else token 0 with
+        certainty, which is lawful and seldom accepted; whoever plans the round offers none."""
+
 
 class Communicator(Protocol):
     """Collectives of one TP group; every rank gets bit-identical results (contract: S6)."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flare_ray.contracts.plan import SlotRestore
 from flare_ray.device.state.store import StateStore
-from tests.support import deepseek_tiny, glm_tiny, qwen_tiny
+from tests.support import deepseek_tiny, glm_tiny, llama_tiny, qwen_tiny
 from tests.support.engine_machine import Engine, EngineMachine
 from tests.support.scripted.recipe import DOTTED
 from tests.support.scripted_engine import scripted_checkpoint
@@ -42,6 +42,7 @@ RECIPES: dict[str, Callable[[Path], Engine]] = {
     "glm-5.3-flash": lambda folder: Engine(glm_tiny.write_checkpoint(folder, "wide")),
     "glm-5.3-flash-pooled": lambda folder: Engine(glm_tiny.write_checkpoint(folder, "pooled")),
     "qwen3.8-flash": lambda folder: Engine(qwen_tiny.write_checkpoint(folder, "qwen-fused")),
+    "llama": lambda folder: Engine(llama_tiny.write_checkpoint(folder, "llama-odd")),
     "deepseek-v4.1-flash": lambda folder: Engine(deepseek_tiny.write_checkpoint(folder, "sparse")),
     "deepseek-v4.1-flash-rounded": lambda folder: Engine(
         deepseek_tiny.write_checkpoint(folder, "rounded")

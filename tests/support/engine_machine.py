@@ -102,7 +102,7 @@ class DrawnPolicy(FixedPolicy):
 class Engine:
     """One prepared model: parts that any number of ranks share."""
 
-    def __init__(self, checkpoint: Path, **fields) -> None:
+    def __init__(self, checkpoint: Path, *, speculation=None, **fields) -> None:
         self.config = EngineConfig(
             checkpoint=str(checkpoint),
             device="cpu",
@@ -117,6 +117,7 @@ class Engine:
                 "draft_tokens": DRAFTS,
                 "widths": tuple(range(1, DRAFTS + 2)),
                 "policy": "fixed",
+                **(speculation or {}),
             },
             **fields,
         )

@@ -78,6 +78,9 @@ class _SteeredSink:
     def forecast(self, depth, confidence):
         self._sink.forecast(depth, confidence)
 
+    def leave(self, depth):
+        return self._sink.leave(depth)
+
     def draw(self, depth, logits):
         tokens = self._sink.draw(depth, logits).clone()
         for lane, uid in enumerate(self._uids):

@@ -83,6 +83,16 @@ class Proposals:
         self.q[:, :depth].zero_().scatter_(-1, tokens.unsqueeze(-1), 1.0)
         self.tokens.extend(tokens.unbind(1))
 
+    def leave(self, depth: int) -> Tensor:
+        """Copied tokens [B] int64 at `depth`, 0 where there is none; q is a point mass at them."""
+        kept = self.q[:, depth]
+        token = torch.zeros(kept.shape[0], dtype=torch.int64, device=kept.device)
+        if self._copies is not None:
+            token = self._copies[:, depth].clamp(min=0)
+        kept.zero_().scatter_(-1, token.unsqueeze(-1), 1.0)
+        self.tokens.append(token)
+        return token
+
     def stacked(self) -> Tensor:
         """[B, D] int64, every draft in order."""
         return torch.stack(self.tokens, dim=1)
