@@ -42,6 +42,9 @@ DRAFTS = WIDTHS[-1] - 1
 ADAPTIVE, OFF = "adaptive", "off"
 REQUEST_LIMIT_S = 60.0
 RESAMPLES = 1000
+WARM_PROMPTS = 2
+"""Uncounted prompts a category: a program is recorded when it runs for the second time, and the
+adaptive arm has six times as many of them as a fixed one."""
 _FIRST_SEED = 5000
 
 
@@ -260,7 +263,11 @@ def run(
         replace(prompt, seed=_FIRST_SEED + place)
         for place, prompt in enumerate(p for c in categories for p in loaded[c][:per_category])
     ]
-    warm = [replace(loaded[c][per_category], seed=_FIRST_SEED - 1) for c in categories]
+    warm = [
+        replace(prompt, seed=_FIRST_SEED - 1)
+        for c in categories
+        for prompt in loaded[c][per_category : per_category + WARM_PROMPTS]
+    ]
     timings = measure(names, chosen, warm=warm, max_tokens=max_tokens)
     by_category = {
         category: {
