@@ -23,8 +23,6 @@ from flare_ray.workload.runner import blocks_of
 from flare_ray.workload.source import load_workload
 from tests.support.served_glm import served_glm
 
-ARMS = {"edit": (OFF, ADAPTIVE, TEXT, ALONE), "others": (ADAPTIVE, TEXT)}
-
 
 @pytest.fixture
 def keep_threads():
@@ -34,21 +32,18 @@ def keep_threads():
 
 
 def test_arms_write_equal_texts_and_give_every_metric(tmp_path, keep_threads):
+    """One category stands for the others, too."""
     checkpoint = served_glm(tmp_path / "glm")
-    runs = []
-    for part in SMALL.parts:
-        settings = msgspec.structs.replace(
-            part.settings,
-            categories=part.settings.categories[:1],
-            sessions=1,
-            warm=0,
-            max_tokens=12,
-        )
-        small = replace(part, arms=ARMS[part.name], settings=settings)
-        size = replace(SMALL, engine={**ENGINE, "context_tokens": 1024, "concurrency": 1})
-        out = tmp_path / part.name
-        runs.append(run_part(small, size, checkpoint, out, Console(quiet=True)))
-    metrics = history_metrics(*runs)
+    part = replace(
+        SMALL.parts[0],
+        arms=(OFF, ADAPTIVE, TEXT, ALONE),
+        settings=msgspec.structs.replace(
+            SMALL.parts[0].settings, sessions=1, warm=0, max_tokens=12
+        ),
+    )
+    size = replace(SMALL, engine={**ENGINE, "context_tokens": 1024, "concurrency": 1})
+    run = run_part(part, size, checkpoint, tmp_path / "run", Console(quiet=True))
+    metrics = history_metrics(run, run)
     assert metrics["unequal_requests"] == metrics["failed_requests"] == 0
     metrics |= {"lookup_us": lookup_us(50), "state_bytes_ratio": state_bytes_ratio()}
     written = write_result("history", metrics, BOUNDS, folder=tmp_path / "results")
