@@ -213,17 +213,20 @@ class AdaptivePolicy:
 
     def _priced(self, lanes: Sequence[CohortLane], candidates: Sequence[Price]) -> Sequence[Price]:
         """What candidates cost in a round of these lanes: where all drafts are copies, without the
-        drafter."""
+        drafter, once enough rounds have shown it. Nobody measures that at start-up, and its first
+        rounds are slow ones, being recorded."""
         if not any(lane.sources for lane in lanes):
             return candidates
         short = [len(lane.sources) for lane in lanes if len(lane.sources) < lane.ceiling]
         deepest = min(short, default=MAX_WIDTH)
-        return [
-            self.cost.price(_without_drafter(price.shape))
-            if 1 < price.shape.verify_width <= deepest + 1 and not price.shape.packed_capacity
-            else price
-            for price in candidates
-        ]
+        priced = []
+        for price in candidates:
+            width = price.shape.verify_width
+            if 1 < width <= deepest + 1 and not price.shape.packed_capacity:
+                alone = self.cost.price(_without_drafter(price.shape))
+                price = alone if alone.is_trusted else price
+            priced.append(price)
+        return priced
 
     def _programs(self, catalog: Sequence[GraphShape]) -> list[Price]:
         """What is known of a catalog's programs, looked up once per catalog."""

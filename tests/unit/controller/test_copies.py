@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 
 from flare_ray.config import SpeculationConfig
 from flare_ray.contracts.messages import Failed
+from flare_ray.contracts.record import LaneRecord
+from flare_ray.contracts.shapes import speculative_shapes
 from flare_ray.controller.history.windows import window_of
 from flare_ray.controller.verification import (
     AdaptivePolicy,
+    Cohort,
     CohortLane,
+    CompletedRound,
     ProposalSource,
 )
 from flare_ray.controller.verification.log import replay
@@ -205,3 +210,22 @@ def test_copies_that_were_not_offered_teach_their_source_alone():
 def test_learned_drafts_off_needs_copies():
     with pytest.raises(ValidationError, match="leaves copied drafts alone"):
         SpeculationConfig(learned_drafts=False)
+
+
+def test_slow_first_rounds_of_copies_alone_price_nothing_and_agreeing_ones_do():
+    """Contract C2: their first rounds are recorded, and cost five times as much."""
+    one, wide = speculative_shapes(1, (1, 6), 64)
+    policy = AdaptivePolicy({one: 4_000_000, wide: 10_000_000})
+    copying = CohortLane(1, 5, (int(ProposalSource.REQUEST),) * 5)
+    for _ in range(40):
+        policy.compared(1, int(ProposalSource.REQUEST), passed=5, failed=False)
+    record = msgspec.convert((1, 0, 0, 1, 9, 6, 9, 5, 5, 5, 6, 0, 0, 6, 0, 0, ()), LaneRecord)
+    for cost_ns in (50_000_000, 50_000_000, *[6_000_000] * 12):
+        assert policy.choose(Cohort((copying,)), (one, wide)) is wide
+        told = CompletedRound(wide, (record,), (copying.sources,), copies_alone=True)
+        policy.observe(told, cost_ns)
+    assert 5e6 < policy.cost.estimate_ns(msgspec.structs.replace(wide, draft_tokens=0)) < 7e6
+    assert policy.cost.estimate_ns(wide) > 8e6
+    policy.choose(Cohort((copying,)), (one, wide))
+    learned = CohortLane(1, 5)
+    assert policy.expected_rate(copying) > 1.3 * policy.expected_rate(learned)
