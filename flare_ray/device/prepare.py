@@ -412,9 +412,11 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
     )
     spec = resolve(recipe.state)(geometry, comm.size)
     target_of, drafter_of = resolve(recipe.target), resolve(recipe.drafter)
+    drafter: Drafter | None = None
     if not specs:  # a recipe without tensors has no files to check either
         check_capacity(manifest, free_bytes(manifest.device, comm.size))
-        drafter = drafter_of(geometry, None, comm, options) if manifest.speculation else None
+        if manifest.speculation:
+            drafter = drafter_of(geometry, None, comm, options)
         return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
     index, notices = _open(config, recipe, specs)
     for notice in notices if comm.rank == 0 else ():
@@ -431,7 +433,6 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
     with weights:
         target = target_of(geometry, weights, comm, options)
         weights.assert_all_used("target")
-        drafter: Drafter | None = None
         if manifest.speculation and not geometry.num_drafter_layers:
             drafter = Undrafted()
         elif manifest.speculation:
