@@ -1,88 +1,193 @@
-"""The delta rule on CPU, one head at a time: the state stays in the core's cache between rows.
+"""The delta rule on CPU: a head's state stays in the core's cache over all rows of a lane.
 
-The definition of `reference.delta_rule`, row by row: two passes over a head's [D, D] state. A round
-keeps the state after each row, a prefill the last one; both compute each row alike, so that a
-prompt's chunking changes no bit.
+The definition of `reference.delta_rule`, row by row. A row passes the state twice, once for what it
+recalls and once to change it; sums over key channels stay in registers. Columns (value channels) do
+not meet, so states of more than 128 go through all rows in slices.
+
+A round keeps the state after each row, a prefill the last one; both compute each row alike, so that
+a prompt's chunking changes no bit.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
 from flare_ray.device.ops.kda.reference import L2_EPS
-from flare_ray.device.ops.numba import cube, inner, kernel, matrix, vector
+from flare_ray.device.ops.numba import aligned, cube, inner, kernel, matrix, vector
+from flare_ray.device.ops.vectors.numba import (
+    FUSED,
+    LANES,
+    added_product,
+    constant,
+    load,
+    loop,
+    pointer,
+    spread,
+    store,
+    zeros,
+)
+
+SLICE = 128
+"""Value channels that run through all rows together: as many as there are registers for."""
+_PARTS = SLICE // LANES
+
+
+def _sums(builder: ir.IRBuilder, dim: Any, terms: Any) -> list[Any]:
+    """Sums over key channels: vectors [SLICE]; `terms(channel)` emits a factor and its vectors."""
+
+    def add_channel(channel: Any, sums: list[Any]) -> list[Any]:
+        factor, values = terms(channel)
+        pairs = zip(sums, values, strict=True)
+        return [added_product(builder, total, factor, value) for total, value in pairs]
+
+    return loop(builder, dim, [zeros()] * _PARTS, add_channel)
+
+
+def _emit(builder: ir.IRBuilder, numbers: tuple[Any, ...], *, keeps: bool) -> None:
+    """See `_step`; `numbers` are its arguments in order."""
+    *addresses, dim, kept_stride, beta, scale_query, scale_key = numbers
+    query, key, decay, value, state, out, kept = (pointer(builder, a) for a in addresses)
+
+    def number(source: Any, channel: Any) -> Any:
+        return builder.load(builder.gep(source, [channel]))
+
+    def places(channel: Any, stride: Any) -> list[Any]:
+        first = builder.mul(channel, stride)
+        return [builder.add(first, constant(LANES * part)) for part in range(_PARTS)]
+
+    def seen(channel: Any) -> tuple[Any, list[Any]]:
+        weight = builder.fmul(number(key, channel), number(decay, channel))
+        values = [load(builder, state, place) for place in places(channel, constant(SLICE))]
+        return spread(builder, weight), values
+
+    key_scale = spread(builder, scale_key)
+    factor = builder.fmul(spread(builder, beta), key_scale)
+    deltas = []
+    for part, total in enumerate(_sums(builder, dim, seen)):
+        wanted = load(builder, value, constant(LANES * part))
+        missing = builder.fsub(wanted, builder.fmul(total, key_scale, flags=FUSED), flags=FUSED)
+        deltas.append(builder.fmul(missing, factor))
+
+    def update(channel: Any) -> tuple[Any, list[Any]]:
+        fade = spread(builder, number(decay, channel))
+        weight = spread(builder, number(key, channel))
+        news = []
+        for place, delta in zip(places(channel, constant(SLICE)), deltas, strict=True):
+            faded = builder.fmul(load(builder, state, place), fade, flags=FUSED)
+            news.append(added_product(builder, faded, weight, delta))
+            store(builder, news[-1], state, place)
+        if keeps:
+            for new, place in zip(news, places(channel, kept_stride), strict=True):
+                store(builder, new, kept, place)
+        return spread(builder, number(query, channel)), news
+
+    query_scale = spread(builder, scale_query)
+    for part, total in enumerate(_sums(builder, dim, update)):
+        store(builder, builder.fmul(total, query_scale), out, constant(LANES * part))
+
+
+def _step(*, keeps: bool) -> Any:
+    """Advances a slice [dim, SLICE] of a head's state by one row; for kernels:
+
+    addresses of query, key and decay [dim], value [SLICE], state, output [SLICE], and of a second
+    place for the new state, which is written if `keeps`; dim, and floats between the second
+    place's lines; beta, and what normalises the query and the key, float32.
+    """
+
+    @intrinsic
+    def step(_context, addresses, sizes, factors):
+        def emit(_inside: Any, builder: Any, signature: Any, args: Any) -> Any:
+            numbers = (
+                builder.extract_value(group, place)
+                for group, kind in zip(args, signature.args, strict=True)
+                for place in range(len(kind))
+            )
+            _emit(builder, tuple(numbers), keeps=keeps)
+            return ir.Constant(ir.IntType(8).as_pointer(), None)
+
+        return types.void(addresses, sizes, factors), emit
+
+    return step
+
+
+_advance: Any = _step(keeps=False)
+_advance_and_keep: Any = _step(keeps=True)
 
 
 @inner
-def step(state, row, decay, beta, delta, out, kept):
-    """Advance state [D, D] by one row [3, D]: its query, key and value; delta [D] is scratch. The
-    new state goes to `kept` too, which must not be `state`: where they may overlap, the compiled
-    loop is scalar and takes four times as long."""
-    query, key, value = row
-    dim = key.shape[0]
-    length_q, length_k = np.float32(0.0), np.float32(0.0)
-    for i in range(dim):
-        length_q += query[i] * query[i]
-        length_k += key[i] * key[i]
-    scale_q = np.float32(1.0 / math.sqrt((length_q + L2_EPS) * dim))
-    scale_k = np.float32(1.0 / math.sqrt(length_k + L2_EPS))
-    for j in range(dim):
-        delta[j] = np.float32(0.0)
-        out[j] = np.float32(0.0)
-    for i in range(dim):
-        k, fade = key[i] * scale_k, decay[i]
-        for j in range(dim):
-            faded = state[i, j] * fade
-            state[i, j] = faded
-            delta[j] += k * faded
-    for j in range(dim):
-        delta[j] = (value[j] - delta[j]) * beta
-    for i in range(dim):
-        k, q = key[i] * scale_k, query[i] * scale_q
-        for j in range(dim):
-            new = state[i, j] + k * delta[j]
-            state[i, j] = new
-            kept[i, j] = new
-            out[j] += q * new
+def _scales(inputs, first, width, heads, head, scales):
+    """scales [2, width]: factors that normalise a head's queries (and D^-0.5) and keys."""
+    dim = inputs.shape[2]
+    for t in range(width):
+        query, key = inputs[first + t, head], inputs[first + t, heads + head]
+        length_q, length_k = np.float32(0.0), np.float32(0.0)
+        for i in range(dim):
+            length_q += query[i] * query[i]
+            length_k += key[i] * key[i]
+        scales[0, t] = np.float32(1.0 / math.sqrt((length_q + L2_EPS) * dim))
+        scales[1, t] = np.float32(1.0 / math.sqrt(length_k + L2_EPS))
+
+
+@inner
+def _copy(source, target, columns):
+    """The first `columns` of both matrices."""
+    for i in range(source.shape[0]):
+        old, new = source[i], target[i]
+        for j in range(columns):
+            new[j] = old[j]
 
 
 @kernel("iiiiiiiiiiiii")
 def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all):
     inputs = cube(qkv, lanes * width, 3 * heads, dim, np.float32)
-    decays = cube(decay, lanes * width, heads, dim, np.float32)
     betas = matrix(beta, lanes * width, heads, np.float32)
     states = cube(saved, rows * heads, dim, dim, np.float32)
     outputs = cube(out, lanes * width, heads, dim, np.float32)
     first = vector(read, lanes, np.int64)
     place = vector(write, lanes * width if keeps_all else lanes, np.int64)
-    state, unused = np.empty((dim, dim), np.float32), np.empty((dim, dim), np.float32)
-    delta = np.empty(dim, np.float32)
+    state, spare, scales = (
+        aligned(dim, SLICE),
+        aligned(dim, SLICE),
+        np.empty((2, width), np.float32),
+    )
+    value, result = np.zeros(SLICE, np.float32), np.empty(SLICE, np.float32)
+    # Signed as the other addresses: numba would unite both kinds as floats.
+    ends = (np.int64(value.ctypes.data), np.int64(state.ctypes.data), np.int64(result.ctypes.data))
     for lane in range(lanes):
         for head in range(heads):
-            # A copy: the row read may be one of those written.
-            state[:] = states[first[lane] * heads + head]
-            for t in range(width):
-                row = lane * width + t
-                line = inputs[row]
-                parts = (line[head], line[heads + head], line[2 * heads + head])
-                kept = unused
-                if keeps_all:
-                    kept = states[place[row] * heads + head]
-                step(
-                    state,
-                    parts,
-                    decays[row, head],
-                    betas[row, head],
-                    delta,
-                    outputs[row, head],
-                    kept,
-                )
-            if not keeps_all:
-                states[place[lane] * heads + head] = state
+            _scales(inputs, lane * width, width, heads, head, scales)
+            for start in range(0, dim, SLICE):
+                columns = min(SLICE, dim - start)
+                # A copy: the row read may be one of those written.
+                _copy(states[first[lane] * heads + head][:, start:], state, columns)
+                for t in range(width):
+                    row = lane * width + t
+                    value[:columns] = inputs[row, 2 * heads + head][start : start + columns]
+                    query = qkv + (row * 3 * heads + head) * dim * 4
+                    key, fade = query + heads * dim * 4, decay + (row * heads + head) * dim * 4
+                    kept, stride = np.int64(spare.ctypes.data), SLICE
+                    if keeps_all and columns == SLICE:
+                        kept = saved + ((place[row] * heads + head) * dim * dim + start) * 4
+                        stride = dim
+                    addresses = (query, key, fade, ends[0], ends[1], ends[2], kept)
+                    factors = (betas[row, head], scales[0, t], scales[1, t])
+                    if keeps_all:
+                        _advance_and_keep(addresses, (dim, stride), factors)
+                    else:
+                        _advance(addresses, (dim, stride), factors)
+                    outputs[row, head][start : start + columns] = result[:columns]
+                    if keeps_all and columns < SLICE:
+                        _copy(spare, states[place[row] * heads + head][:, start:], columns)
+                if not keeps_all:
+                    _copy(state, states[place[lane] * heads + head][:, start:], columns)
 
 
 def run(

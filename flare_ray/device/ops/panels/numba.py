@@ -24,14 +24,27 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from flare_ray.device.ops.numba import inner, matrix
+from flare_ray.device.ops.vectors.numba import (
+    FLOAT,
+    FLOATS,
+    INT16,
+    INT32,
+    INTS,
+    LANES,
+    SHORTS,
+    added_product,
+    constant,
+    loop,
+    pointer,
+    spread,
+    store,
+    zeros,
+)
 
 PANEL = 64
 """Matrix rows of a panel."""
 MOST_ROWS = 6
 """Rows whose sums fit the registers beside four vectors of a panel."""
-_LANES = 16
-_FLOAT, _INT16, _INT32, _INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_FLOATS, _SHORTS, _INTS = (ir.VectorType(kind, _LANES) for kind in (_FLOAT, _INT16, _INT32))
 
 
 def packed(weight: Tensor, *, narrow: bool) -> Tensor:
@@ -53,72 +66,47 @@ def narrows(*weights: Tensor) -> bool:
     return all(torch.equal(w.to(torch.bfloat16).to(torch.float32), w) for w in weights)
 
 
-def _constant(value: int) -> ir.Constant:
-    return ir.Constant(_INT64, value)
-
-
 def _widened(builder: ir.IRBuilder, source: Any, *, narrow: bool) -> Any:
     """Sixteen stored numbers as floats."""
-    kind = _SHORTS if narrow else _FLOATS
+    kind = SHORTS if narrow else FLOATS
     values = builder.load(builder.bitcast(source, kind.as_pointer()), align=4)
     if not narrow:
         return values
-    shift = ir.Constant(_INTS, [ir.Constant(_INT32, 16)] * _LANES)
-    return builder.bitcast(builder.shl(builder.zext(values, _INTS), shift), _FLOATS)
-
-
-def _spread(builder: ir.IRBuilder, source: Any) -> Any:
-    """One float in all places of a vector."""
-    none, first = ir.Constant(_FLOATS, ir.Undefined), ir.Constant(_INT32, 0)
-    vector = builder.insert_element(none, builder.load(source), first)
-    return builder.shuffle_vector(vector, none, ir.Constant(_INTS, [first] * _LANES))
+    shift = ir.Constant(INTS, [ir.Constant(INT32, 16)] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(values, INTS), shift), FLOATS)
 
 
 def _emit(builder: ir.IRBuilder, args: tuple[Any, ...], rows: int, *, narrow: bool) -> None:
     """out [rows, 64] = x [rows, depth] times one panel; out_stride in elements."""
     x, panel, out, depth, out_stride = args
-    parts = PANEL // _LANES
-    kind = _INT16 if narrow else _FLOAT
+    parts = PANEL // LANES
 
     def row_of(address: Any, stride: Any, row: int) -> Any:
-        offset = builder.mul(_constant(4 * row), stride)
-        return builder.inttoptr(builder.add(address, offset), _FLOAT.as_pointer())
+        offset = builder.mul(constant(4 * row), stride)
+        return pointer(builder, builder.add(address, offset))
 
     inputs = [row_of(x, depth, row) for row in range(rows)]
-    base = builder.inttoptr(panel, kind.as_pointer())
-    entry = builder.block
-    loop, after = builder.append_basic_block(), builder.append_basic_block()
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(_INT64)
-    step.add_incoming(_constant(0), entry)
-    zero = ir.Constant(_FLOATS, [ir.Constant(_FLOAT, 0.0)] * _LANES)
-    before = [[builder.phi(_FLOATS) for _ in range(parts)] for _ in range(rows)]
-    line = builder.gep(base, [builder.mul(step, _constant(PANEL))])
-    columns = [
-        _widened(builder, builder.gep(line, [_constant(_LANES * part)]), narrow=narrow)
-        for part in range(parts)
-    ]
-    flags = ("contract",)  # one fused operation where the core has it
-    sums = []
-    for row in range(rows):
-        value = _spread(builder, builder.gep(inputs[row], [step]))
-        terms = [builder.fmul(value, column, flags=flags) for column in columns]
-        pairs = zip(before[row], terms, strict=True)
-        sums.append([builder.fadd(held, term, flags=flags) for held, term in pairs])
-    following = builder.add(step, _constant(1))
-    step.add_incoming(following, loop)
-    for held, added in zip(before, sums, strict=True):
-        for phi, value in zip(held, added, strict=True):
-            phi.add_incoming(zero, entry)
-            phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-    builder.position_at_end(after)
+    base = pointer(builder, panel, INT16 if narrow else FLOAT)
+
+    def add_input(step: Any, sums: list[Any]) -> list[Any]:
+        line = builder.gep(base, [builder.mul(step, constant(PANEL))])
+        columns = [
+            _widened(builder, builder.gep(line, [constant(LANES * part)]), narrow=narrow)
+            for part in range(parts)
+        ]
+        results = []
+        for row in range(rows):
+            value = spread(builder, builder.load(builder.gep(inputs[row], [step])))
+            held = sums[row * parts : (row + 1) * parts]
+            pairs = zip(held, columns, strict=True)
+            results += [added_product(builder, total, value, column) for total, column in pairs]
+        return results
+
+    sums = loop(builder, depth, [zeros()] * (rows * parts), add_input)
     for row in range(rows):
         target = row_of(out, out_stride, row)
-        for part, value in enumerate(sums[row]):
-            place = builder.gep(target, [_constant(_LANES * part)])
-            builder.store(value, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+        for part in range(parts):
+            store(builder, sums[row * parts + part], target, constant(LANES * part))
 
 
 def _micro_kernel(rows: int, *, narrow: bool) -> Any:

@@ -1,0 +1,1 @@
+"""Vectors of sixteen floats in registers, for CPU kernels that numba would not vectorise well."""

@@ -1,0 +1,93 @@
+"""Vectors of sixteen floats in registers: what intrinsics of CPU kernels are written with.
+
+numba keeps the sums of an inner loop in memory where they are elements of an array; written as
+LLVM vectors they stay in registers over the whole loop. A vector is two of the core's where those
+have 256 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+LANES = 16
+FLOAT, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, SHORTS, INTS = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT16, INT32))
+FUSED = ("contract",)
+"""One fused multiply-add where the core has it."""
+
+
+def constant(value: int) -> ir.Constant:
+    """A 64-bit number."""
+    return ir.Constant(INT64, value)
+
+
+def zeros() -> ir.Constant:
+    """A vector of zeros."""
+    return ir.Constant(FLOATS, [ir.Constant(FLOAT, 0.0)] * LANES)
+
+
+def pointer(builder: ir.IRBuilder, address: Any, kind: Any = FLOAT) -> Any:
+    """A pointer to elements at an integer address."""
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def spread(builder: ir.IRBuilder, number: Any) -> Any:
+    """One float in all places of a vector."""
+    none, first = ir.Constant(FLOATS, ir.Undefined), ir.Constant(INT32, 0)
+    vector = builder.insert_element(none, number, first)
+    return builder.shuffle_vector(vector, none, ir.Constant(INTS, [first] * LANES))
+
+
+def load(builder: ir.IRBuilder, source: Any, index: Any) -> Any:
+    """The vector that begins at element `index` of floats."""
+    place = builder.gep(source, [index])
+    return builder.load(builder.bitcast(place, FLOATS.as_pointer()), align=4)
+
+
+def store(builder: ir.IRBuilder, value: Any, target: Any, index: Any) -> None:
+    """Write a vector where element `index` begins."""
+    place = builder.gep(target, [index])
+    builder.store(value, builder.bitcast(place, FLOATS.as_pointer()), align=4)
+
+
+def added_product(builder: ir.IRBuilder, total: Any, a: Any, b: Any) -> Any:
+    """total + a * b."""
+    return builder.fadd(total, builder.fmul(a, b, flags=FUSED), flags=FUSED)
+
+
+def loop(
+    builder: ir.IRBuilder,
+    count: Any,
+    starts: Sequence[Any],
+    body: Callable[[Any, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """Emit a loop over 0 .. count - 1 (at least one pass) that carries values in registers.
+
+    Args:
+        starts: the values before the first pass.
+        body: emits one pass from its number and the values, and returns the new ones.
+    Returns:
+        The values after the last pass.
+    """
+    entry = builder.block
+    inside, after = builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    step = builder.phi(INT64)
+    step.add_incoming(constant(0), entry)
+    carried = []
+    for start in starts:
+        carried.append(builder.phi(start.type))
+        carried[-1].add_incoming(start, entry)
+    results = list(body(step, carried))
+    following = builder.add(step, constant(1))
+    last = builder.block
+    step.add_incoming(following, last)
+    for phi, result in zip(carried, results, strict=True):
+        phi.add_incoming(result, last)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    builder.position_at_end(after)
+    return results
