@@ -3,11 +3,16 @@
 import pytest
 import torch
 
-from flare_ray.device.ops.hyper_connection.api import HyperConnection, SinkhornShape
+from flare_ray.device.ops.hyper_connection.api import (
+    HyperConnection,
+    SinkhornShape,
+    mean_stream,
+)
 from flare_ray.device.ops.indexed_attention import numba as attention
 from flare_ray.device.ops.indexed_attention import reference as plain_attention
 from flare_ray.device.ops.kda import api as kda
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
+from flare_ray.device.ops.layer_norm.api import layer_norm
 from flare_ray.device.ops.linear import numba as linear
 from flare_ray.device.ops.linear.api import Halves, Linear
 from flare_ray.device.ops.moe import api as moe
@@ -16,6 +21,7 @@ from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.router import numba as router
 from flare_ray.device.ops.router import reference as plain_router
 from flare_ray.device.sampling import numba as filters
+from flare_ray.device.sampling.chain import draw, reference_draw
 from flare_ray.device.sampling.filters import nucleus_mask
 from flare_ray.errors import ContractViolation
 
@@ -63,6 +69,27 @@ def test_norm_of_a_view_equals_the_torch_form(columns):
     assert op(x[:0]).shape == (0, 24)
 
 
+def test_layer_norm_of_a_view_equals_the_torch_form():
+    x, weight, bias = torch.randn(6, 40), torch.randn(24), torch.randn(24)
+    wanted = torch.nn.functional.layer_norm(x[:, 5:29], (24,), weight, bias, 1e-6)
+    assert close(layer_norm(x[:, 5:29], weight, bias, eps=1e-6), wanted)
+    assert layer_norm(x[:0, :24], weight, bias, eps=1e-6).shape == (0, 24)
+
+
+def test_mean_of_streams_equals_torchs():
+    streams = torch.randn(5, 4, 16)
+    assert close(mean_stream(streams), streams.mean(1))
+
+
+@pytest.mark.parametrize("size", [7, 64, 65, 8192])
+@pytest.mark.parametrize("kept", [1.0, 0.02])
+def test_draw_equals_the_torch_form_token_for_token(size, kept):
+    weights = torch.rand(40, size) * (torch.rand(40, size) < kept)
+    uniforms = torch.rand(40)
+    uniforms[0], uniforms[1], weights[2] = 1.0, 1e-9, 0.0
+    assert torch.equal(draw(weights, uniforms), reference_draw(weights, uniforms))
+
+
 @pytest.mark.parametrize("streams", [2, 4])
 def test_stream_mixing_equals_the_torch_form(streams):
     rows = (2 + streams) * streams
@@ -82,12 +109,15 @@ def test_stream_mixing_equals_the_torch_form(streams):
 
 
 @pytest.mark.parametrize("width", [1, 3, 8])
-def test_rounds_states_and_outputs_equal_the_torch_form(width, monkeypatch):
+@pytest.mark.parametrize("dim", [16, 130])
+def test_rounds_states_and_outputs_equal_the_torch_form(width, dim, monkeypatch):
     rule = DeltaRule(max_width=8, lower_bound=-5.0)
     rows = DeltaRows(
-        torch.randn(2, width, 3, 2, 16), -5 * torch.rand(2, width, 2, 16), torch.rand(2, width, 2)
+        torch.randn(2, width, 3, 2, dim),
+        -5 * torch.rand(2, width, 2, dim),
+        torch.rand(2, width, 2),
     )
-    states = torch.randn(20, 2, 16, 16)
+    states = torch.randn(20, 2, dim, dim)
     # The second lane starts from a row that it overwrites.
     write = torch.cat((torch.arange(width), 10 + torch.arange(width)))
     results = []

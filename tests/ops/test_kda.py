@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from flare_ray.device.layers import kda as kda_layer
+from flare_ray.device.layers.rows import round_rows
 from flare_ray.device.ops.kda import chunked
 from flare_ray.device.ops.kda.api import DeltaRows, DeltaRule, SavedStates
 from flare_ray.device.ops.kda.reference import delta_rule
@@ -121,3 +123,30 @@ def test_shapes_are_checked():
     with pytest.raises(ContractViolation, match="prepared for 8"):
         wide = random_rows(1, 9)
         RULE.round(wide, SavedStates(random_states(12), torch.tensor([0]), torch.arange(9)))
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_compiled_round_of_a_block_equals_its_parts(width, monkeypatch):
+    heads, dim, hidden = 2, 16, 24
+    channels = 3 * heads * dim
+    weights = kda_layer.KdaWeights(
+        joint=torch.randn(channels + heads + 2 * dim, hidden) / 5,
+        taps=torch.randn(4, channels),
+        gates=torch.randn(2, dim, heads * dim) / 4,
+        dt_bias=torch.randn(heads * dim),
+        a_log=torch.randn(heads) / 4,
+        norm=torch.rand(dim) + 0.5,
+        output=torch.randn(hidden, heads * dim) / 5,
+    )
+    block = kda_layer.KdaBlock(weights, RULE, lower_bound=BOUND, eps=1e-5)
+    # Lanes of slots 2 and 0, whose live columns are the second and the fifth.
+    rows = round_rows(torch.tensor([2, 0]), torch.tensor([1, 4]), width=width, keep=3)
+    x = torch.randn(2 * width, hidden)
+    states, window = torch.randn(4, 8, heads, dim, dim), torch.randn(4, 11, channels)
+    results = []
+    for fits in (True, False):
+        monkeypatch.setattr(kda_layer, "fits_gated", lambda states, fits=fits: fits)
+        held = states.clone(), window.clone()
+        results.append((block(x, rows, *held), *held))
+    for compiled, plain in zip(*results, strict=True):
+        assert torch.allclose(compiled, plain, atol=1e-5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from flare_ray.device.layers.absorbed import AbsorbedOutput, AbsorbedQuery
 from flare_ray.device.layers.rows import IndexLayout, PagedRows, join_ring, listed_places
 from flare_ray.device.ops.indexed_attention.api import causal_attention, indexed_attention
+from flare_ray.device.ops.layer_norm.api import layer_norm
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.pooled_index.api import (
     best_pools,
@@ -156,7 +156,7 @@ class IndexedMlaBlock:
         rank, end = self._query_rank, self._query_rank + self._latent
         joint = self._joint(x)
         state.latent.index_copy_(0, rows.latent_write, self._latent_norm(joint[:, rank:end]))
-        key = F.layer_norm(joint[:, end : end + dim], (dim,), *self._key_norm, KEY_NORM_EPS)
+        key = layer_norm(joint[:, end : end + dim], *self._key_norm, eps=KEY_NORM_EPS)
         pairs = torch.cat((key, joint[:, end + dim : end + 2 * dim]), dim=1)
         self._finish_pools(pairs, rows, state)
         return _Projected(joint[:, :rank], joint[:, end + 2 * dim :])

@@ -112,7 +112,7 @@ class KdaBlock:
     def _fused_round(
         self, joint: Tensor, rows: RecurrentRows, recurrent: Tensor, window: Tensor
     ) -> Tensor:
-        """A round on CUDA between its first and its last product."""
+        """A round between its first and its last product, in few operators."""
         heads, dim = self._heads, self._dim
         channels = 3 * heads * dim
         mixed = round_conv(

@@ -41,9 +41,9 @@ def proposal_span(start: ProposalStart) -> Span:
     ahead = torch.arange(count, device=first.device).unsqueeze(1)
     return Span(
         (first + ahead).view(-1, 1),
-        start.active.repeat(count).unsqueeze(1),
-        start.slots.repeat(count),
-        start.page_table.repeat(count, 1),
+        start.active.expand(count, -1).reshape(-1, 1),
+        start.slots.expand(count, -1).reshape(-1),
+        start.page_table.expand(count, -1, -1).flatten(0, 1),
     )
 
 
@@ -308,7 +308,7 @@ def _pools(
     if width == 1:
         return None, write, number.view(-1)
     held = pool - 1 + width
-    first = (pool - 1) - start % pool
+    first = (start % pool).neg_().add_(pool - 1)
     rows = (first + torch.arange(count * pool, device=device)).clamp_(max=held - 1)
     rows += torch.arange(batch, device=device).unsqueeze(1) * held
     return rows.view(-1), write, number.view(-1)

@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.state_rows.api import row_at
+
 
 class ChainResult(NamedTuple):
     """accepted: [B] int64, a; token: [B] int64, the correction or bonus token that follows them."""
@@ -45,11 +47,15 @@ def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
         from flare_ray.device.sampling.inverse_cdf import triton
 
         return triton.draw(weights, uniforms)
-    return reference_draw(weights, uniforms)
+    if weights.dtype != torch.float32:
+        return reference_draw(weights, uniforms)
+    from flare_ray.device.sampling import numba
+
+    return numba.draw(weights, uniforms)
 
 
 def reference_draw(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """`draw` in torch operators, for CPU and as the kernels' reference."""
+    """`draw` in torch operators: the kernels' reference."""
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # Below the total by at least one float, so that some id's cumulative weight exceeds it.
@@ -87,7 +93,7 @@ def reference_chain(
     depth = drafts.shape[1]
     if depth == 0:
         zero = torch.zeros_like(lengths)
-        return ChainResult(zero, reference_draw(p[:, 0], uniforms[:, 0]))
+        return ChainResult(zero, draw(p[:, 0], uniforms[:, 0]))
     p_draft = p[:, :depth].gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     q_draft = q.gather(-1, drafts.unsqueeze(-1)).squeeze(-1)
     offered = torch.arange(depth, device=p.device) < lengths.unsqueeze(-1)
@@ -95,13 +101,12 @@ def reference_chain(
     accepted = passed.to(torch.int64).cumprod(-1).sum(-1)
 
     rejected = accepted < lengths
-    lane = torch.arange(p.shape[0], device=p.device)
     stop = accepted.clamp(max=depth - 1)
-    p_row = p[lane, accepted]
-    residual = (p_row - torch.where(rejected.unsqueeze(-1), q[lane, stop], 0.0)).clamp_(min=0.0)
+    p_row, q_row = row_at(p, accepted), row_at(q, stop)
+    residual = (p_row - torch.where(rejected.unsqueeze(-1), q_row, 0.0)).clamp_(min=0.0)
     final = uniforms.gather(1, (lengths + rejected).unsqueeze(-1)).squeeze(-1)
-    token = reference_draw(residual, final)
+    token = draw(residual, final)
     # A uniform of exactly 1.0 rejects even where p == q; nothing is left to draw from then, and
     # the draft itself is the right sample (2**-25 per test; undefined in the library's kernel).
     empty = rejected & (residual.sum(-1) <= 0.0)
-    return ChainResult(accepted, torch.where(empty, drafts[lane, stop], token))
+    return ChainResult(accepted, torch.where(empty, row_at(drafts, stop), token))

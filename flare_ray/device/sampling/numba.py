@@ -1,4 +1,4 @@
-"""Uniforms, filters and position-keyed draws on CPU.
+"""Uniforms, filters, and draws by inverse CDF or by position on CPU.
 
 The nucleus is looked for among a row's few large probabilities, one pass over them per digit; only
 where they hold less than top-p asks for, over the whole row.
@@ -135,6 +135,55 @@ def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     top_p, min_p = top_p.contiguous(), min_p.contiguous()
     _filter(probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), lanes * width, vocabulary, lanes)
     return probs
+
+
+@inner_ordered
+def _cumulative(weights, ends):
+    """ends[c]: the float32 sum through chunk c, added in order in float64 (as torch's cumsum);
+    the whole sum."""
+    total = 0.0
+    for chunk in range(ends.shape[0]):
+        start = chunk * _CHUNK
+        end = min(start + _CHUNK, weights.shape[0])
+        highest = np.float32(0.0)
+        for i in range(start, end):
+            highest = max(highest, weights[i])
+        if highest > 0.0:
+            for i in range(start, end):
+                total += weights[i]
+        ends[chunk] = total
+    return np.float32(total)
+
+
+@kernel("iiiii", ordered=True)
+def _inverse_cdf(weights, uniforms, out, rows, vocabulary):
+    lines, drawn = matrix(weights, rows, vocabulary, np.float32), vector(out, rows, np.int64)
+    uniform = vector(uniforms, rows, np.float32)
+    ends = np.empty((vocabulary + _CHUNK - 1) // _CHUNK, np.float64)
+    for row in range(rows):
+        line = lines[row]
+        total = _cumulative(line, ends)
+        # Below the total by at least one float, so that some id's cumulative weight exceeds it.
+        goal = min(uniform[row] * total, np.nextafter(total, np.float32(0.0)))
+        drawn[row] = vocabulary - 1
+        chunk = 0
+        while chunk < ends.shape[0] and not np.float32(ends[chunk]) > goal:
+            chunk += 1
+        held = ends[chunk - 1] if chunk > 0 else 0.0
+        for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, vocabulary)):
+            held += line[i]
+            if np.float32(held) > goal:
+                drawn[row] = i
+                break
+
+
+def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """As `chain.draw`, float32, token for token."""
+    rows, vocabulary = weights.shape
+    weights, uniforms = float_rows(weights, vocabulary), uniforms.contiguous()
+    out = torch.empty(rows, dtype=torch.int64)
+    _inverse_cdf(weights.data_ptr(), uniforms.data_ptr(), out.data_ptr(), rows, vocabulary)
+    return out
 
 
 @inner_ordered

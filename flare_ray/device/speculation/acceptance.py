@@ -65,7 +65,7 @@ def row_health(logits: Tensor, valid: Tensor, *, may_exhaust: bool) -> RowHealth
         may_exhaust: host-known: rows without a token are possible.
     """
     highest = logits.amax(-1)
-    finite = torch.isfinite(highest)
+    finite = highest.abs() < float("inf")  # NaN is not below it
     if not may_exhaust:
         return RowHealth((finite | ~valid).all(-1))
     empty = torch.isneginf(highest)
@@ -114,7 +114,7 @@ def accept_chain(
             accepted = torch.where(coupling.lanes, count, accepted)
             token = torch.where(coupling.lanes, last, token)
     rows = torch.arange(width, device=logits.device)
-    padded = torch.nn.functional.pad(drafts, (0, 1))
+    padded = torch.cat((drafts, drafts.new_zeros((drafts.shape[0], 1))), dim=1)
     tokens = torch.where(rows == accepted.unsqueeze(1), token.unsqueeze(1), padded)
     healthy = torch.ones_like(accepted, dtype=torch.bool)
     return Verdict(accepted, tokens, healthy, logits)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Status
 from flare_ray.contracts.shapes import PAGE_TOKENS
+from flare_ray.device.ops.state_rows.api import row_at
 from flare_ray.device.speculation.lanes import Lanes
 from flare_ray.device.state.layout import Core, Phase
 from flare_ray.device.state.publication import Crossing
@@ -117,12 +118,6 @@ def advance(store: StateStore, lanes: Lanes, move: Transition, *, keeps_pairs: b
     after[:, 1:] = torch.where(moved.unsqueeze(1), after[:, 1:], before)
     store.request.mutable().index_copy_(0, lanes.slots, after)
     return Outcome(status, after[:, 2], after[:, 3], after[:, 4], after[:, 6])
-
-
-def row_at(values: Tensor, index: Tensor) -> Tensor:
-    """values[b, index[b]] of [B, T, ...] as [B, ...]."""
-    lane = torch.arange(values.shape[0], device=values.device)
-    return values[lane, index]
 
 
 def save_tail(store: StateStore, slots: Tensor, feedback: Tensor) -> None:

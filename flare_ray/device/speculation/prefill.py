@@ -21,6 +21,7 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphKind, GraphShape
+from flare_ray.device.ops.state_rows.api import row_at
 from flare_ray.device.sampling.masks import apply_token_mask
 from flare_ray.device.sampling.philox import uniforms
 from flare_ray.device.sampling.scores import write_scores
@@ -34,7 +35,6 @@ from flare_ray.device.speculation.commit import (
     absorb_rows,
     advance,
     publish_boundary,
-    row_at,
     save_sampling,
     save_tail,
 )

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flare_ray.contracts.record import Flag
 from flare_ray.contracts.shapes import GraphShape
+from flare_ray.device.ops.state_rows.api import row_at
 from flare_ray.device.sampling.masks import allowed_tokens
 from flare_ray.device.sampling.scores import write_scores
 from flare_ray.device.speculation.acceptance import (
@@ -45,7 +46,6 @@ from flare_ray.device.speculation.commit import (
     advance,
     clip_emitted,
     publish_boundary,
-    row_at,
     save_sampling,
     save_tail,
 )

@@ -26,7 +26,7 @@ from flare_ray.device.layers.rows import (
     prefill_rows,
     round_rows,
 )
-from flare_ray.device.ops.hyper_connection.api import HyperConnection, mix_out
+from flare_ray.device.ops.hyper_connection.api import HyperConnection, mean_stream, mix_out
 from flare_ray.device.ops.kda.api import DeltaRule
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.weights.loader import RankWeights
@@ -102,10 +102,10 @@ class GlmTarget:
         batch, width = rows.tokens.shape
         work = self._open(rows, state)
         embedded = self._embedding.index_select(0, rows.tokens.reshape(-1))
-        streams = embedded.unsqueeze(1).repeat(1, self._geometry.hyper.streams, 1)
+        streams = embedded.unsqueeze(1).expand(-1, self._geometry.hyper.streams, -1).contiguous()
         for layer in self._layers:
             streams = self._run_layer(layer, streams, work)
-        hidden = self._norm(streams.mean(1))
+        hidden = self._norm(mean_stream(streams))
         chosen = hidden
         if rows.last_only:
             last = (rows.lengths - 1).clamp_(min=0)

@@ -186,6 +186,14 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     return mixed.to(streams.dtype)
 
 
+def mean_stream(streams: Tensor) -> Tensor:
+    """Mean over streams [R, n, H]: [R, H]."""
+    if streams.device.type == "cpu" and streams.dtype == torch.float32:
+        rows, n, _ = streams.shape
+        return collapse(streams, streams.new_full((rows, n), 1.0 / n))
+    return streams.mean(1)
+
+
 def mix_out(block: Tensor, streams: Tensor, site: StreamMix) -> Tensor:
     """new[j] = post[j] * block + sum over i of mix[i, j] * streams[i].
 

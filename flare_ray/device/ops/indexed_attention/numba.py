@@ -10,16 +10,17 @@ from flare_ray.device.ops.numba import dot4, inner, kernel, matrix, vector
 
 
 @inner
-def attend(queries, cache, places, bias, scores, out):
+def attend(queries, cache, places, bias, scores, scale, out):
     """Groups of four queries [4 G, D] of one row over cache rows at `places` [N] where bias [N]
-    shows them; scores [4, N] scratch; out [4 G, D]."""
+    shows them; scores [4, N] scratch; scale of the products; out [4 G, D]."""
     count, dim = places.shape[0], cache.shape[1]
     for first in range(0, queries.shape[0], 4):
         for n in range(count):
             if bias[n] == 0.0:
                 line = cache[places[n]]
                 s, t, u, v = dot4(queries, line, first)
-                scores[0, n], scores[1, n], scores[2, n], scores[3, n] = s, t, u, v
+                scores[0, n], scores[1, n] = s * scale, t * scale
+                scores[2, n], scores[3, n] = u * scale, v * scale
         for a in range(4):
             highest = np.float32(-np.inf)
             for n in range(count):
@@ -31,9 +32,9 @@ def attend(queries, cache, places, bias, scores, out):
                     scores[a, n] = np.exp(scores[a, n] - highest)
                     total += scores[a, n]
             # A row that sees nothing attends to nothing.
-            scale = np.float32(1.0) / total if total > 0.0 else np.float32(0.0)
+            share = np.float32(1.0) / total if total > 0.0 else np.float32(0.0)
             for n in range(count):
-                scores[a, n] *= scale
+                scores[a, n] *= share
             out[first + a] = np.float32(0.0)
         for n in range(count):
             if bias[n] == 0.0:
@@ -46,8 +47,8 @@ def attend(queries, cache, places, bias, scores, out):
                     out[first + 3, i] += w3 * line[i]
 
 
-@kernel("iiiiiiiiiii")
-def _run(query, cache, read, bias, out, lanes, width, heads, dim, count, rows):
+@kernel("iiiiiiiiiiif")
+def _run(query, cache, read, bias, out, lanes, width, heads, dim, count, rows, scale):
     queries = matrix(query, lanes * width * heads, dim, np.float32)
     results = matrix(out, lanes * width * heads, dim, np.float32)
     latents = matrix(cache, rows, dim, np.float32)
@@ -62,12 +63,13 @@ def _run(query, cache, read, bias, out, lanes, width, heads, dim, count, rows):
                 places[lane * count : (lane + 1) * count],
                 shown[row],
                 scores,
+                np.float32(scale),
                 results[row * heads : (row + 1) * heads],
             )
 
 
-@kernel("iiiiiiiii")
-def _run_listed(query, cache, index, out, lines, heads, dim, count, rows):
+@kernel("iiiiiiiiif")
+def _run_listed(query, cache, index, out, lines, heads, dim, count, rows, scale):
     queries = matrix(query, lines * heads, dim, np.float32)
     results = matrix(out, lines * heads, dim, np.float32)
     latents = matrix(cache, rows, dim, np.float32)
@@ -77,13 +79,14 @@ def _run_listed(query, cache, index, out, lines, heads, dim, count, rows):
         for n in range(count):
             shown[n] = 0.0 if listed[line, n] >= 0 else -np.inf
         part = slice(line * heads, (line + 1) * heads)
-        attend(queries[part], latents, listed[line], shown, scores, results[part])
+        factor = np.float32(scale)
+        attend(queries[part], latents, listed[line], shown, scores, factor, results[part])
 
 
 def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: float) -> Tensor:
     """As `api.indexed_attention`, float32, heads a multiple of four."""
     lines, heads, dim = query.shape
-    query, index = query.contiguous().mul(scale), index.contiguous()
+    query, index = query.contiguous(), index.contiguous()
     out = torch.empty_like(query)
     _run_listed(
         query.data_ptr(),
@@ -95,6 +98,7 @@ def indexed_attention(query: Tensor, cache: Tensor, index: Tensor, *, scale: flo
         dim,
         index.shape[1],
         cache.shape[0],
+        scale,
     )
     return out
 
@@ -104,7 +108,7 @@ def causal_attention(
 ) -> Tensor:
     """As `api.causal_attention`, float32, heads a multiple of four."""
     lanes, width, heads, dim = query.shape
-    query = query.contiguous().mul(scale)
+    query = query.contiguous()
     out = torch.empty_like(query)
     _run(
         query.data_ptr(),
@@ -118,5 +122,6 @@ def causal_attention(
         dim,
         bias.shape[2],
         cache.shape[0],
+        scale,
     )
     return out

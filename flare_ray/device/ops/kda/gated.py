@@ -1,10 +1,9 @@
-"""A round's delta rule with its gates and output norm, as one operator on CUDA.
+"""A round's delta rule with its gates and output norm, as one operator.
 
     log decay = bound * sigmoid(offset + factor * raw);  beta = sigmoid(raw)
     out       = norm(delta rule) * sigmoid(raw)
 
-On CPU the gates stay apart (`api.DeltaRule`, `layers/kda.py`), where they are two passes over rows
-that lie in the cache.
+Prompts, and what has no such form, take the parts one by one (`api.DeltaRule`, `layers/kda.py`).
 """
 
 from __future__ import annotations
@@ -51,10 +50,13 @@ class GatedRows:
 
 
 def fits_gated(recurrent: Tensor) -> bool:
-    """Whether `gated_round` takes such states: on CUDA, a power of two of channels up to 128."""
+    """Whether `gated_round` takes such states: on CPU, and on CUDA a power of two of channels up to
+    128."""
     dim = recurrent.shape[-1]
-    powers = 16 <= dim <= 128 and dim & (dim - 1) == 0
-    return recurrent.is_cuda and recurrent.is_contiguous() and powers
+    fits = recurrent.device.type == "cpu"
+    if recurrent.is_cuda:
+        fits = 16 <= dim <= 128 and dim & (dim - 1) == 0
+    return fits and recurrent.is_contiguous()
 
 
 def gated_round(rows: GatedRows, gates: Gates, saved: SavedStates) -> Tensor:
@@ -74,6 +76,10 @@ def gated_round(rows: GatedRows, gates: Gates, saved: SavedStates) -> Tensor:
     expect_shape("beta", rows.beta, total, heads)
     expect_shape("rows", saved.rows, None, heads, dim, dim)
     expect_shape("write", saved.write, total)
+    if not saved.rows.is_cuda:
+        from flare_ray.device.ops.kda import numba
+
+        return numba.gated_round(rows, gates, saved.rows, read=saved.read, write=saved.write)
     from flare_ray.device.ops.kda import triton
 
     return triton.gated_round(rows, gates, saved.rows, read=saved.read, write=saved.write)

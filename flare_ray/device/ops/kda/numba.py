@@ -20,16 +20,19 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from flare_ray.device.ops.kda.gated import GatedRows, Gates
 from flare_ray.device.ops.kda.reference import L2_EPS
-from flare_ray.device.ops.numba import aligned, cube, inner, kernel, matrix, vector
+from flare_ray.device.ops.numba import aligned, cube, float_rows, inner, kernel, matrix, vector
 from flare_ray.device.ops.vectors.numba import (
     FUSED,
     LANES,
     added_product,
     constant,
+    exponential,
     load,
     loop,
     pointer,
+    sigmoid,
     spread,
     store,
     zeros,
@@ -145,8 +148,9 @@ def _copy(source, target, columns):
             new[j] = old[j]
 
 
-@kernel("iiiiiiiiiiiii")
-def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all):
+@inner
+def _rows(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all):
+    """All lanes; see `_run`."""
     inputs = cube(qkv, lanes * width, 3 * heads, dim, np.float32)
     betas = matrix(beta, lanes * width, heads, np.float32)
     states = cube(saved, rows * heads, dim, dim, np.float32)
@@ -190,6 +194,90 @@ def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, ro
                     _copy(state, states[place[lane] * heads + head][:, start:], columns)
 
 
+@kernel("iiiiiiiiiiiii")
+def _run(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all):
+    _rows(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, rows, keeps_all)
+
+
+@inner
+def _open_gates(outer, raw_beta, constants, decays, betas, bound):
+    """decays [R, H D] and betas [R, H] of forget gates `outer` [R, H D] and `raw_beta` [R, H], both
+    before their sigmoids; constants: factor and offset [H D]."""
+    factor, offset = constants
+    for row in range(decays.shape[0]):
+        raw, decay = outer[row], decays[row]
+        for i in range(decay.shape[0]):
+            decay[i] = exponential(bound * sigmoid(offset[i] + factor[i] * raw[i]))
+        for head in range(betas.shape[1]):
+            betas[row, head] = sigmoid(raw_beta[row, head])
+
+
+@inner
+def _gate(results, gates, weight, floor):
+    """results [R, H, D] become norm(results) times sigmoid of the raw gates [R, H, D]."""
+    for row in range(results.shape[0]):
+        for head in range(results.shape[1]):
+            line, gate = results[row, head], gates[row, head]
+            length = np.float32(0.0)
+            for i in range(line.shape[0]):
+                length += line[i] * line[i]
+            scale = np.float32(1.0 / math.sqrt(length + floor))
+            for i in range(line.shape[0]):
+                line[i] = line[i] * scale * weight[i] * sigmoid(gate[i])
+
+
+@kernel("iiiiiiiiiiiiiiiiff")
+def _run_gated(
+    qkv,
+    outer,
+    beta,
+    factor,
+    offset,
+    norm,
+    saved,
+    read,
+    write,
+    out,
+    lanes,
+    width,
+    heads,
+    dim,
+    rows,
+    beta_stride,
+    bound,
+    floor,
+):
+    total, channels = lanes * width, heads * dim
+    forget = matrix(outer, total, channels, np.float32)
+    # A view of wider rows: only the first `heads` of each `beta_stride` belong to it.
+    flat = vector(beta, (total - 1) * beta_stride + heads, np.float32)
+    raw, betas = np.empty((total, heads), np.float32), np.empty((total, heads), np.float32)
+    for row in range(total):
+        raw[row] = flat[row * beta_stride : row * beta_stride + heads]
+    decays = np.empty((total, channels), np.float32)
+    constants = (vector(factor, channels, np.float32), vector(offset, channels, np.float32))
+    _open_gates(forget, raw, constants, decays, betas, np.float32(bound))
+    inner_gates = (np.int64(decays.ctypes.data), np.int64(betas.ctypes.data))
+    _rows(
+        qkv,
+        inner_gates[0],
+        inner_gates[1],
+        saved,
+        read,
+        write,
+        out,
+        lanes,
+        width,
+        heads,
+        dim,
+        rows,
+        1,
+    )
+    gates = cube(outer + total * channels * 4, total, heads, dim, np.float32)
+    results = cube(out, total, heads, dim, np.float32)
+    _gate(results, gates, vector(norm, dim, np.float32), np.float32(floor))
+
+
 def run(
     qkv: Tensor, decay: Tensor, beta: Tensor, *, saved: Tensor, read: Tensor, write: Tensor
 ) -> Tensor:
@@ -221,5 +309,38 @@ def run(
         dim,
         saved.shape[0],
         write.shape[0] != lanes or width == 1,
+    )
+    return out
+
+
+def gated_round(
+    rows: GatedRows, gates: Gates, saved: Tensor, *, read: Tensor, write: Tensor
+) -> Tensor:
+    """See `gated.gated_round`; rows and states float32."""
+    heads, dim = saved.shape[1:3]
+    lanes, total = read.shape[0], write.shape[0]
+    qkv, outer = rows.qkv.contiguous(), float_rows(rows.outer, heads * dim)
+    beta = rows.beta if rows.beta.stride(1) == 1 else rows.beta.contiguous()
+    read, write = read.contiguous(), write.contiguous()
+    out = torch.empty((total, heads * dim))
+    _run_gated(
+        qkv.data_ptr(),
+        outer.data_ptr(),
+        beta.data_ptr(),
+        gates.factor.data_ptr(),
+        gates.offset.data_ptr(),
+        gates.norm.data_ptr(),
+        saved.data_ptr(),
+        read.data_ptr(),
+        write.data_ptr(),
+        out.data_ptr(),
+        lanes,
+        total // lanes,
+        heads,
+        dim,
+        saved.shape[0],
+        beta.stride(0),
+        gates.bound,
+        gates.floor,
     )
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from flare_ray.device.ops.checks import expect_shape
@@ -32,14 +33,11 @@ def short_conv(joined: Tensor, taps: Tensor, *, dilation: int = 1) -> Tensor:
 
 
 def fits_round(raw: Tensor, window: Tensor, taps: Tensor) -> bool:
-    """Whether `round_conv` takes such operands: on CUDA, four taps, one type, channels together."""
-    return (
-        raw.is_cuda
-        and taps.shape[0] == 4
-        and raw.dtype == window.dtype
-        and raw.stride(1) == 1
-        and window.is_contiguous()
-    )
+    """Whether `round_conv` takes such operands: four taps, channels together, of one type; on CPU
+    that type is float32."""
+    kind = raw.is_cuda or (raw.device.type == "cpu" and raw.dtype == torch.float32)
+    rows = raw.dtype == window.dtype and raw.stride(1) == 1
+    return kind and rows and taps.shape[0] == 4 and window.is_contiguous()
 
 
 def round_conv(
@@ -62,9 +60,14 @@ def round_conv(
     """
     if not fits_round(raw, window, taps):
         raise ContractViolation(
-            f"round_conv takes CUDA rows, four taps and a contiguous window of the rows' type, got "
+            "round_conv takes CUDA rows or float32 ones, four taps and a contiguous window of the "
+            "rows' type, got "
             f"{raw.dtype} rows on {raw.device}, {taps.shape[0]} taps, {window.dtype}"
         )
+    if not raw.is_cuda:
+        from flare_ray.device.ops.short_conv import numba
+
+        return numba.round_conv(raw, window, taps, slots=slots, column=column)
     from flare_ray.device.ops.short_conv import triton
 
     return triton.round_conv(raw, window, taps, slots=slots, column=column)

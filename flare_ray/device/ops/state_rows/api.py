@@ -1,4 +1,4 @@
-"""Writing rows of a state tensor at device-side indices."""
+"""Reading and writing rows of a tensor at device-side indices."""
 
 from __future__ import annotations
 
@@ -30,3 +30,10 @@ def scatter_rows(target: Tensor, index: Tensor, rows: Tensor) -> None:
         target = target.flatten(1).view(torch.complex128)
         rows = rows.reshape(rows.shape[0], -1).view(torch.complex128)
     target.index_copy_(0, index, rows)
+
+
+def row_at(values: Tensor, index: Tensor) -> Tensor:
+    """values[b, index[b]] of [B, T, ...] as [B, ...]."""
+    batch, width = values.shape[:2]
+    first = torch.arange(0, batch * width, width, device=values.device)
+    return values.flatten(0, 1).index_select(0, first + index)

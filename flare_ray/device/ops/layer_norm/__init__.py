@@ -1,0 +1,1 @@
+"""Layer norm over the last dimension."""
