@@ -55,11 +55,6 @@ def one_hot_max(logits: Tensor) -> Tensor:
     return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, first, 1.0)
 
 
-def _scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """(logits - max) / temperature: never overflows, however small the temperature."""
-    return (logits - logits.amax(-1, keepdim=True)) / temperature
-
-
 def _keep_first(candidates: Tensor, allowed: Tensor) -> Tensor:
     """Mask of the first `allowed` [..., 1] True entries, by id, of a bool mask [..., V]."""
     return candidates & (candidates.to(torch.int32).cumsum(-1) <= allowed)
@@ -124,23 +119,22 @@ def target_probs(logits: Tensor, params: FilterParams) -> Tensor:
     """
     if params.every_lane_greedy:
         return one_hot_max(logits)
-    top_k = params.top_k.view(-1, 1)
-    if logits.is_cuda:
-        if params.max_top_k > 0:
-            kept = top_k_mask(logits, top_k, params.max_top_k)
-            logits = torch.where(kept, logits, float("-inf"))
-        return _cuda_probs(logits, params)
-    scaled = _scaled(logits, params.temperature.view(-1, 1, 1))
     if params.max_top_k > 0:
-        kept = top_k_mask(logits, top_k, params.max_top_k)
-        scaled = torch.where(kept, scaled, float("-inf"))
-    probs = torch.softmax(scaled, -1)
-    filtered = params.any_top_p or params.any_min_p
-    if not filtered:
-        return probs
+        kept = top_k_mask(logits, params.top_k.view(-1, 1), params.max_top_k)
+        logits = torch.where(kept, logits, float("-inf"))
+    return _probs(logits, params)
+
+
+def _probs(logits: Tensor, params: FilterParams) -> Tensor:
+    """Temperature, top-p and min-p of logits [B, W, V]."""
+    if logits.is_cuda:
+        return _cuda_probs(logits, params)
     from flare_ray.device.sampling import numba
 
-    return numba.filter_rows(probs, params.top_p, params.min_p)
+    probs = numba.soften(logits, params.temperature)
+    if params.any_top_p or params.any_min_p:
+        probs = numba.filter_rows(probs, params.top_p, params.min_p)
+    return probs
 
 
 def _cuda_probs(logits: Tensor, params: FilterParams) -> Tensor:
@@ -171,20 +165,7 @@ def draft_probs(logits: Tensor, params: FilterParams) -> Tensor:
     """
     if params.every_lane_greedy:
         return one_hot_max(logits)
-    if logits.is_cuda:
-        probs = _cuda_probs(logits.unsqueeze(1), params).squeeze(1)
-    else:
-        probs = _cpu_draft_probs(logits, params)
+    probs = _probs(logits.unsqueeze(1), params).squeeze(1)
     if params.max_top_k > 0:
         probs = torch.where((params.top_k == 1).view(-1, 1), one_hot_max(logits), probs)
-    return probs
-
-
-def _cpu_draft_probs(logits: Tensor, params: FilterParams) -> Tensor:
-    """Softmax with temperature, and both filters, of logits [B, V]."""
-    probs = torch.softmax(_scaled(logits, params.temperature.view(-1, 1)), -1)
-    if params.any_top_p or params.any_min_p:
-        from flare_ray.device.sampling import numba
-
-        probs = numba.filter_rows(probs.unsqueeze(1), params.top_p, params.min_p).squeeze(1)
     return probs

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flare_ray.device.ops.numba import float_rows, inner, inner_ordered, kernel, matrix, vector
+from flare_ray.device.ops.vectors.numba import exponential
 
 _DIGIT_BITS = 10
 _BINS = 1 << _DIGIT_BITS
@@ -24,6 +25,42 @@ _GROUP = 16
 _LARGE = int(np.float32(2.0**-13).view(np.int32))
 """Bits of the smallest probability that counts as large; a distribution has at most 8,192."""
 _CHUNK = 64
+
+
+@kernel("iiiiii")
+def _soften(logits, temperature, out, rows, vocabulary, lanes):
+    """out [rows, vocabulary]: softmax of a lane's logits divided by its temperature."""
+    lines, results = (
+        matrix(logits, rows, vocabulary, np.float32),
+        matrix(out, rows, vocabulary, np.float32),
+    )
+    divisor = vector(temperature, lanes, np.float32)
+    for row in range(rows):
+        line, result = lines[row], results[row]
+        warmth = divisor[row // (rows // lanes)]
+        highest, total = np.float32(-np.inf), np.float32(0.0)
+        for i in range(vocabulary):
+            highest = max(highest, line[i])
+        for i in range(vocabulary):
+            # Below the highest first: nothing overflows, however small the temperature.
+            power = (line[i] - highest) / warmth
+            weight = exponential(power) if power > np.float32(-87.0) else np.float32(0.0)
+            result[i] = weight
+            total += weight
+        share = np.float32(1.0) / total
+        for i in range(vocabulary):
+            result[i] *= share
+
+
+def soften(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Softmax of logits [B, W, V] float32 over temperatures [B] float32; less than exp(-87) of the
+    highest is 0."""
+    lanes, width, vocabulary = logits.shape
+    logits, temperature = float_rows(logits, vocabulary), temperature.contiguous()
+    out = torch.empty_like(logits)
+    sizes = (lanes * width, vocabulary, lanes)
+    _soften(logits.data_ptr(), temperature.data_ptr(), out.data_ptr(), *sizes)
+    return out
 
 
 @inner
