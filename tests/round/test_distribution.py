@@ -179,7 +179,7 @@ def test_q_off_by_a_temperature_is_caught(monkeypatch):
 
 def test_a_copy_verified_against_the_drafters_q_is_caught(monkeypatch):
     monkeypatch.setattr(proposal_module, "write_point_masses", lambda q, tokens, chosen: None)
-    assert caught(sampled_counts(PLAIN, 5, copies=(1, 2, 3, 4)))
+    assert caught(sampled_counts(PLAIN, 5, copies=(1, 2, 3)))
 
 
 def test_one_stale_state_row_is_caught(monkeypatch):
