@@ -404,26 +404,6 @@ ENGINE_START = Series(
 ENGINE_FATAL = Series(
     "flare_engine_fatal", Kind.GAUGE, "1 once the engine has failed for good, else 0."
 )
-HTTP_REQUESTS = Series(
-    "flare_http_requests",
-    Kind.COUNTER,
-    "HTTP requests answered, by route and status.",
-    labels=("route", "status"),
-)
-HTTP_OPEN = Series("flare_http_open_requests", Kind.GAUGE, "HTTP requests being answered.")
-HTTP_SECONDS = Series(
-    "flare_http_request_seconds",
-    Kind.HISTOGRAM,
-    "HTTP request to last byte, by route.",
-    labels=("route",),
-    buckets=_LATENCY_S,
-)
-HTTP_FIRST_BYTE = Series(
-    "flare_http_time_to_first_token_seconds",
-    Kind.HISTOGRAM,
-    "HTTP request to first token written to the client.",
-    buckets=_LATENCY_S,
-)
 
 
 def declared() -> tuple[Series, ...]:

@@ -93,9 +93,9 @@ def test_histogram_buckets_are_cumulative_and_end_at_the_count():
 
 def test_ingress_series_carry_their_own_label():
     recorder = Recorder("ingress", "i1")
-    recorder.counter(names.HTTP_REQUESTS, "/v1/models", "200").add()
-    text = text_of([engine("e1"), recorder.snapshot()])
-    (labels,) = values(text, names.HTTP_REQUESTS.name + "_total")
+    recorder.counter(names.GENERATION_TOKENS).add()
+    text = text_of([recorder.snapshot()])
+    (labels,) = values(text, names.GENERATION_TOKENS.name + "_total")
     assert dict(labels)["ingress"] == "i1"
 
 
