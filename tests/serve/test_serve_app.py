@@ -288,7 +288,7 @@ def documents(config, port: int, name: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("missing", ["checkpoint", "cpus"])
+@pytest.mark.parametrize("missing", ["checkpoint", pytest.param("cpus", marks=pytest.mark.slow)])
 def test_deployment_that_could_only_wait_fails_by_name_in_time(checkpoint, port, missing):
     if missing == "checkpoint":
         config, told = served_deployment("/none/such"), "/none/such"

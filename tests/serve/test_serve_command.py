@@ -17,9 +17,8 @@ REFUSAL_LIMIT_S = 60.0
 """The promise is 30 s; a busy machine needs longer for the start of Ray alone."""
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.slow  # acceptance/test_faults.py starts and stops the command, too
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_serve_answers_and_stops_on_a_signal(tmp_path, free_port, number):
     port = free_port()
     url = f"http://127.0.0.1:{port}"

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from flare_ray.frontend.access.ledger import Limits
 from flare_ray.frontend.ingress import LEDGER_NAMESPACE, SharedLedger
@@ -36,5 +37,9 @@ def test_applications_do_not():
 def test_lost_books_are_started_anew():
     ledger = SharedLedger("lost")
     assert [ask(ledger) for _ in range(3)] == [True, True, False]
-    ray.kill(ray.get_actor("flare-ledger:lost", namespace=LEDGER_NAMESPACE))
+    books = ray.get_actor("flare-ledger:lost", namespace=LEDGER_NAMESPACE)
+    ray.kill(books)
+    with pytest.raises(RayError):  # a kill takes a moment, in which calls are still served
+        while True:
+            ray.get(books.take.remote("other", TWO, requests=1, tokens=0))
     assert [ask(ledger) for _ in range(3)] == [True, True, False]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ def shapes_alone(device: torch.device | str) -> bool:
 
     What looks at values on the host (a table of hashes, page-locked memory) asks this first.
     """
-    return torch.empty(0, device=device).is_meta
+    kind = torch.device(device).type
+    return kind == "meta" or (kind == "cuda" and _ShapesForCuda.open)
 
 
 @contextmanager
@@ -44,7 +45,22 @@ def compiling(folder: Path) -> Iterator[None]:
 
 class _ShapesForCuda(TorchFunctionMode):
     """Makes tensors on torch's data-less device where CUDA is asked for; they call themselves CUDA
-    tensors, which is how operators choose their kernels."""
+    tensors, which is how operators choose their kernels.
+
+    Attributes:
+        open: whether one is active; asked before anything of CUDA is touched.
+    """
+
+    open = False
+
+    def __enter__(self) -> Self:
+        _ShapesForCuda.open = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _ShapesForCuda.open = False
 
     def __torch_function__(
         self,
