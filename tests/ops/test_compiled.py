@@ -17,6 +17,7 @@ from flare_ray.device.ops.linear import numba as linear
 from flare_ray.device.ops.linear.api import Halves, Linear
 from flare_ray.device.ops.moe import api as moe
 from flare_ray.device.ops.moe.api import Experts, ExpertWeights
+from flare_ray.device.ops.numba import kernel_cache
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.router import numba as router
 from flare_ray.device.ops.router import reference as plain_router
@@ -227,3 +228,20 @@ def test_filtered_rows_equal_a_sort_in_double_precision(vocabulary, ties):
     assert differs.sum() <= 1
     same = ~differs.any(-1)
     assert torch.allclose(got.double()[same], wanted[same], rtol=TOLERANCE, atol=1e-9)
+
+
+def test_machine_code_is_kept_apart_for_every_state_of_the_sources(tmp_path):
+    """A kernel holds what it inlined from other files, which numba's own stamps do not see."""
+    (tmp_path / "sub").mkdir()
+    kernels, helper = tmp_path / "numba.py", tmp_path / "sub" / "helper.py"
+    kernels.write_text("import numba\n")
+    helper.write_text("import llvmlite\n")
+    (tmp_path / "other.py").write_text("import torch\n")
+    first = kernel_cache.__wrapped__(tmp_path)
+    first.mkdir(parents=True)
+    assert kernel_cache.__wrapped__(tmp_path) == first
+    (tmp_path / "other.py").write_text("import torch, json\n")
+    assert kernel_cache.__wrapped__(tmp_path) == first
+    helper.write_text("import llvmlite  # another form\n")
+    assert kernel_cache.__wrapped__(tmp_path) != first
+    assert not first.exists()

@@ -12,13 +12,19 @@ Only the adapters named `numba.py` import this module, and only when a CPU progr
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.core import config
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -27,6 +33,7 @@ from flare_ray.errors import ContractViolation
 
 _logger = logging.getLogger(__name__)
 
+DEVICE = Path(__file__).parent.parent
 REASSOCIATING = {"reassoc", "contract", "nsz"}
 """Sums in any order, fused multiply-adds; no assumption about infinities or NaN."""
 
@@ -45,7 +52,8 @@ def kernel(arguments: str, *, ordered: bool = False) -> Callable[[Callable[..., 
     def compile_now(function: Callable[..., Any]) -> Any:
         options = {"nogil": True, "error_model": "numpy", "fastmath": fast}
         try:
-            return _noticed(njit(signature, cache=True, **options)(function))
+            with _own_cache():
+                return _noticed(njit(signature, cache=True, **options)(function))
         except RuntimeError as error:
             # Neither the package's folder nor the user's cache can be written to.
             if "cannot cache" not in str(error):
@@ -54,6 +62,39 @@ def kernel(arguments: str, *, ordered: bool = False) -> Callable[[Callable[..., 
             return _noticed(njit(signature, **options)(function))
 
     return compile_now
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Keep machine code in a folder that is named after all sources it may come from.
+
+    numba itself looks at the file of the kernel alone, and would go on with code into which an
+    older form of another file's function was compiled.
+    """
+    if config.CACHE_DIR:  # the user's choice
+        yield
+        return
+    config.CACHE_DIR = str(kernel_cache(DEVICE))
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = ""
+
+
+@cache
+def kernel_cache(folder: Path) -> Path:
+    """Where machine code of the sources under `folder` lies; what older ones left is removed."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        text = path.read_bytes()
+        if b"numba" in text or b"llvmlite" in text:
+            digest.update(text)
+    place = folder / "__pycache__"
+    chosen = place / f"kernels-{digest.hexdigest()[:16]}"
+    for other in place.glob("kernels-*"):
+        if other != chosen:
+            shutil.rmtree(other, ignore_errors=True)
+    return chosen
 
 
 def _noticed(compiled: Callable[..., None]) -> Callable[..., None]:
