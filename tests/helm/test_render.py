@@ -236,6 +236,13 @@ def test_setting_of_a_pod_reaches_its_group_and_no_other(section, setting):
     assert holds(after[GROUPS[section]], given[0] if isinstance(given, list) else given)
 
 
+@pytest.mark.parametrize("setting", ["nodeSelector", "tolerations", "affinity"])
+def test_job_that_fetches_goes_where_it_may(setting):
+    values = changed(named("everything"), **{f"weights__fetch__{setting}": POD_SETTINGS[setting]})
+    [job] = of_kind(objects(values), "Job")
+    assert job["spec"]["template"]["spec"][setting] == POD_SETTINGS[setting]
+
+
 def test_head_takes_no_replica():
     start = rayservice(named("glm-4gpu"))["spec"]["rayClusterConfig"]["headGroupSpec"]
     assert start["rayStartParams"]["num-cpus"] == "0"
