@@ -104,7 +104,6 @@ def _settings(categories: tuple[str, ...], **fields: Any) -> RunSettings:
     return RunSettings(
         categories=categories,
         arrivals=parse_arrivals("closed:1"),
-        # A program's first two runs record it and are slow: arms meet their widths here.
         reproducible=True,
         salted=True,
         **fields,
@@ -112,6 +111,7 @@ def _settings(categories: tuple[str, ...], **fields: Any) -> RunSettings:
 
 
 OTHERS = tuple(name for name in CATEGORIES if name != EDITS)
+# `warm`: a program's first two runs record it and are slow; arms meet their widths there.
 OFFICIAL = Size(
     parts=(
         Part(EDITS, (OFF, ADAPTIVE, *COPYING), _settings((EDITS,), sessions=20, warm=4, chunk=5)),

@@ -82,9 +82,7 @@ def fetch(repository: str, folder: Path, *, revision: str, say: Say) -> WeightsM
     _download(repository, folder, commit, files)
     verify_files(folder, files, say=say)
     manifest = WeightsManifest(repository, revision, commit, files)
-    partial = folder / f"{MANIFEST_NAME}.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    partial.replace(folder / MANIFEST_NAME)
+    write_manifest(folder, manifest)
     say(f"{folder}: complete and verified")
     return manifest
 
@@ -152,6 +150,13 @@ def read_manifest(folder: Path) -> WeightsManifest | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; remove it, fetch again") from error
+
+
+def write_manifest(folder: Path, manifest: WeightsManifest) -> None:
+    """Mark a folder as whole; at once, so that nobody reads half a manifest."""
+    partial = folder / f"{MANIFEST_NAME}.partial"
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    partial.replace(folder / MANIFEST_NAME)
 
 
 def wrong_sizes(folder: Path, files: Iterable[FileFact]) -> list[str]:

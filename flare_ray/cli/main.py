@@ -300,6 +300,8 @@ class Fetch:
         what, source = self.repository, registry.packaged().get(self.repository)
         if self.out is None and source is None:
             raise ConfigError(f"{what}: give the checkpoint's folder with --out")
+        if source is not None and self.revision != packaged.REVISION:
+            raise ConfigError(f"{what}: a packaged model has no revisions; leave --revision out")
         where = self.out or packaged.cached(what)
         if self.wait_s is not None:
             limit_s = self.wait_s

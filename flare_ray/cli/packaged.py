@@ -9,17 +9,16 @@ import hashlib
 import os
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
 from flare_ray.cli.fetch import (
     MANIFEST_NAME,
-    READ_BYTES,
     FileFact,
     Say,
     WeightsManifest,
     read_manifest,
+    write_manifest,
     wrong_sizes,
 )
 from flare_ray.recipes.declaration import resolve
@@ -57,16 +56,12 @@ def fetch(name: str, folder: Path, source: str, *, say: Say) -> WeightsManifest:
         make(folder, lambda done, total: bar.update(task, completed=done, total=total))
     files = tuple(_fact(path) for path in sorted(folder.iterdir()) if path.is_file())
     manifest = WeightsManifest(name, REVISION, source, files)
-    partial = folder / f"{MANIFEST_NAME}.partial"
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
-    partial.replace(folder / MANIFEST_NAME)
+    write_manifest(folder, manifest)
     say(f"{folder}: complete")
     return manifest
 
 
 def _fact(path: Path) -> FileFact:
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(READ_BYTES):
-            digest.update(chunk)
-    return FileFact(path.name, path.stat().st_size, digest.hexdigest())
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return FileFact(path.name, path.stat().st_size, digest)

@@ -21,7 +21,8 @@ from flare_ray.device.graphs.captured import CapturedBackend
 from flare_ray.device.graphs.recording import Run
 from flare_ray.device.keeping import keeping_of
 from flare_ray.device.ops.ahead.api import compiling
-from flare_ray.device.prepare import EnginePlan, make_plan
+from flare_ray.device.parts import EnginePlan, build_parts
+from flare_ray.device.prepare import make_plan
 from flare_ray.device.speculation.round import Model
 from flare_ray.device.state.store import TORCH_DTYPE, StateStore
 from flare_ray.device.weights.formats import WeightFormat, mxfp4, nvfp4
@@ -30,7 +31,7 @@ from flare_ray.device.weights.kept import EXPERTS
 from flare_ray.device.weights.loader import Range, RankWeights
 from flare_ray.device.weights.stored import ROW_BLOCK, StoredWeight
 from flare_ray.errors import ConfigError
-from flare_ray.recipes.declaration import BuildOptions, TensorSpec, resolve
+from flare_ray.recipes.declaration import TensorSpec, resolve
 
 FORMATS = {
     "bfloat16": WeightFormat.PLAIN,
@@ -76,27 +77,15 @@ def compile_ahead(config: EngineConfig, folder: Path, *, experts: str) -> int:
 
 def _model(plan: EnginePlan, config: EngineConfig, experts: WeightFormat) -> Model:
     """Target, drafter and state of one rank, without data."""
-    manifest, recipe, geometry = plan.manifest, plan.recipe, plan.geometry
     weights = ShapedWeights(
         Path(config.checkpoint),
-        resolve(recipe.manifest)(geometry),
+        resolve(plan.recipe.manifest)(plan.geometry),
         experts=experts,
         plan=plan,
         config=config,
     )
-    options = BuildOptions(
-        device=manifest.device,
-        dtype=manifest.dtype,
-        prefill_tokens=manifest.prefill_tokens,
-        max_width=manifest.draft_tokens + 1,
-    )
-    comm = _ShapedGroup(manifest.world_size)
-    target = resolve(recipe.target)(geometry, weights, comm, options)
-    drafter = None
-    if manifest.speculation:
-        drafter = resolve(recipe.drafter)(geometry, weights, comm, options)
-    spec = resolve(recipe.state)(geometry, comm.size)
-    return Model(target, drafter, StateStore(spec, state_limits(manifest)))
+    parts = build_parts(plan, weights, _ShapedGroup(plan.manifest.world_size))
+    return Model(parts.target, parts.drafter, StateStore(parts.spec, state_limits(plan.manifest)))
 
 
 class ShapedWeights(RankWeights):

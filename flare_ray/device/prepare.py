@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from flare_ray.device.graphs.catalog import CatalogOptions, catalog_shapes, scra
 from flare_ray.device.graphs.pool import PoolSizes, pool_bytes
 from flare_ray.device.graphs.variants import count_graphs
 from flare_ray.device.keeping import keeping_of, weights_held
-from flare_ray.device.speculation.undrafted import Undrafted
+from flare_ray.device.parts import EnginePlan, build_parts
 from flare_ray.device.state.layout import (
     StateLimits,
     pages_for,
@@ -45,9 +45,7 @@ from flare_ray.device.weights.loader import RankWeights
 from flare_ray.device.weights.manifest import open_validated
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
 from flare_ray.recipes.declaration import (
-    BuildOptions,
     Communicator,
-    Drafter,
     Family,
     Recipe,
     StateSpec,
@@ -62,20 +60,6 @@ SNAPSHOTS_PER_SLOT = 8
 PROVEN_ARCHITECTURES = ((9, 0),)
 """Compute capabilities on which `tests/gpu` has passed."""
 GENERATION_FILE = "generation_config.json"
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """What preparation decided, with the recipe's parts that loading needs.
-
-    Attributes:
-        families: tensor families that are loaded.
-    """
-
-    manifest: PreparedManifest
-    recipe: Recipe
-    geometry: Any
-    families: tuple[Family, ...]
 
 
 def plan_engine(config: EngineConfig) -> PreparedManifest:
@@ -402,26 +386,14 @@ def _open(
 
 def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelParts:
     """Check the checkpoint, check the sum, load target and drafter."""
-    manifest, recipe, geometry = plan.manifest, plan.recipe, plan.geometry
-    specs = resolve(recipe.manifest)(geometry)
-    options = BuildOptions(
-        device=manifest.device,
-        dtype=manifest.dtype,
-        prefill_tokens=manifest.prefill_tokens,
-        max_width=manifest.draft_tokens + 1,
-    )
-    spec = resolve(recipe.state)(geometry, comm.size)
-    target_of, drafter_of = resolve(recipe.target), resolve(recipe.drafter)
-    drafter: Drafter | None = None
-    if not specs:  # a recipe without tensors has no files to check either
-        check_capacity(manifest, free_bytes(manifest.device, comm.size))
-        if manifest.speculation:
-            drafter = drafter_of(geometry, None, comm, options)
-        return ModelParts(spec, target_of(geometry, None, comm, options), drafter)
-    index, notices = _open(config, recipe, specs)
+    manifest = plan.manifest
+    specs = resolve(plan.recipe.manifest)(plan.geometry)
+    index, notices = _open(config, plan.recipe, specs) if specs else (None, ())
     for notice in notices if comm.rank == 0 else ():
         logger.warning("%s", notice)
     check_capacity(manifest, free_bytes(manifest.device, comm.size))
+    if index is None:  # a recipe without tensors has no files either
+        return build_parts(plan, None, comm)
     weights = RankWeights(
         index,
         specs,
@@ -431,14 +403,7 @@ def _build(plan: EnginePlan, config: EngineConfig, comm: Communicator) -> ModelP
         keeping=keeping_of(config),
     )
     with weights:
-        target = target_of(geometry, weights, comm, options)
-        weights.assert_all_used("target")
-        if manifest.speculation and not geometry.num_drafter_layers:
-            drafter = Undrafted()
-        elif manifest.speculation:
-            drafter = drafter_of(geometry, weights, comm, options)
-            weights.assert_all_used("drafter")
-    return ModelParts(spec, target, drafter)
+        return build_parts(plan, weights, comm)
 
 
 def _read_object(path: Path, *, required: bool) -> Mapping[str, Any]:

@@ -238,9 +238,9 @@ class DraftSink(Protocol):
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Proposed tokens [B] int64 at `depth` (0-based) from logits [B, V] float32."""
 
-    def leave(self, depth: int) -> Tensor:
-        """As `draw`, where the drafter has no logits: copied tokens, or else token 0 with
-        certainty, which is lawful and seldom accepted; whoever plans the round offers none."""
+    def copy(self, depth: int) -> None:
+        """In place of drawing depths 0 .. depth - 1: copied tokens, and token 0 with certainty
+        where there is none, which is lawful and which whoever plans the round never offers."""
 
 
 class Communicator(Protocol):

@@ -85,7 +85,7 @@ def test_heads_that_cannot_be_shared_are_refused():
 
 def test_rotation_turns_pairs_of_the_first_channels_and_leaves_the_rest():
     x, positions = torch.randn(4, 3, 10), torch.tensor([0, 1, 50, 7])
-    turns = Rotary(6, 100.0, device=x.device).turns(positions)
+    turns = Rotary.of_base(6, 100.0, device=x.device).turns(positions)
     got = rotate(x, turns)
     assert close(got[0], x[0])
     assert torch.equal(got[..., 6:], x[..., 6:])
@@ -99,7 +99,10 @@ def test_rotation_turns_pairs_of_the_first_channels_and_leaves_the_rest():
 
 
 def test_products_of_rotated_rows_depend_on_distance_alone():
-    query, key, rotary = *torch.randn(2, 1, 1, 8), Rotary(8, 50.0, device=torch.device("cpu"))
+    query, key, rotary = (
+        *torch.randn(2, 1, 1, 8),
+        Rotary.of_base(8, 50.0, device=torch.device("cpu")),
+    )
 
     def product(at: int, before: int) -> torch.Tensor:
         rows = (rotate(x, rotary.turns(torch.tensor([p]))) for x, p in ((query, at), (key, before)))

@@ -49,12 +49,13 @@ FORBIDDEN_PAIRS = (
 )
 # The registry names families, which are data; preparation asks it for one by name.
 ALWAYS_ALLOWED = ("flare_ray.recipes.declaration", "flare_ray.recipes.registry")
-# Inside the device room: ahead -> prepare -> executor -> graphs -> speculation -> everything else,
-# never the reverse.
+# Inside the device room: ahead -> prepare -> parts -> executor -> graphs -> speculation ->
+# everything else, never the reverse.
 DEVICE_ORDER = (
     "flare_ray.device.speculation",
     "flare_ray.device.graphs",
     "flare_ray.device.executor",
+    "flare_ray.device.parts",
     "flare_ray.device.prepare",
     "flare_ray.device.ahead",
 )

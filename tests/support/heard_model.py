@@ -78,8 +78,8 @@ class _SteeredSink:
     def forecast(self, depth, confidence):
         self._sink.forecast(depth, confidence)
 
-    def leave(self, depth):
-        return self._sink.leave(depth)
+    def copy(self, depth):
+        self._sink.copy(depth)
 
     def draw(self, depth, logits):
         tokens = self._sink.draw(depth, logits).clone()

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, njit, types  # type: ignore[attr-defined]
-from numba.core import config
+from numba.core import config as numba_config
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -34,6 +34,8 @@ from flare_ray.errors import ContractViolation
 _logger = logging.getLogger(__name__)
 
 DEVICE = Path(__file__).parent.parent
+_config: Any = numba_config
+"""numba's settings, attributes that it makes when it is imported."""
 REASSOCIATING = {"reassoc", "contract", "nsz"}
 """Sums in any order, fused multiply-adds; no assumption about infinities or NaN."""
 
@@ -71,14 +73,14 @@ def _own_cache() -> Iterator[None]:
     numba itself looks at the file of the kernel alone, and would go on with code into which an
     older form of another file's function was compiled.
     """
-    if config.CACHE_DIR:  # the user's choice
+    if _config.CACHE_DIR:  # the user's choice
         yield
         return
-    config.CACHE_DIR = str(kernel_cache(DEVICE))
+    _config.CACHE_DIR = str(kernel_cache(DEVICE))
     try:
         yield
     finally:
-        config.CACHE_DIR = ""
+        _config.CACHE_DIR = ""
 
 
 @cache

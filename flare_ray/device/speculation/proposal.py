@@ -76,22 +76,16 @@ class Proposals:
         return token
 
     def copy(self, depth: int) -> None:
-        """Take the copies alone for depths 0 .. depth - 1, with nothing in the places of none."""
-        if self._copies is None or self.tokens:
-            raise ContractViolation("drafts are copied alone, and no lane brings copies")
-        tokens = self._copies[:, :depth].clamp(min=0)
-        self.q[:, :depth].zero_().scatter_(-1, tokens.unsqueeze(-1), 1.0)
+        """See the declaration; q is a point mass at every token."""
+        if self.tokens:
+            raise ContractViolation("drafts are copied alone, and some have been drawn")
+        q = self.q[:, :depth]
+        if self._copies is None:
+            tokens = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+        else:
+            tokens = self._copies[:, :depth].clamp(min=0)
+        q.zero_().scatter_(-1, tokens.unsqueeze(-1), 1.0)
         self.tokens.extend(tokens.unbind(1))
-
-    def leave(self, depth: int) -> Tensor:
-        """Copied tokens [B] int64 at `depth`, 0 where there is none; q is a point mass at them."""
-        kept = self.q[:, depth]
-        token = torch.zeros(kept.shape[0], dtype=torch.int64, device=kept.device)
-        if self._copies is not None:
-            token = self._copies[:, depth].clamp(min=0)
-        kept.zero_().scatter_(-1, token.unsqueeze(-1), 1.0)
-        self.tokens.append(token)
-        return token
 
     def stacked(self) -> Tensor:
         """[B, D] int64, every draft in order."""

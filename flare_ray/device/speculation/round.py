@@ -194,6 +194,8 @@ def _draft(
         proposed = depth if stage.facts.drafts else 0
         _propose(model, lanes, sink, proposed)
         if proposed < depth:
+            if copies is None:
+                raise ContractViolation("drafts are copied alone, and no lane brings copies")
             sink.copy(depth)
     room = torch.minimum(planned[:, LaneField.CEILING], lanes.field(Core.BUDGET) - 1)
     offered = room.clamp_(0, shape.verify_width - 1)

@@ -17,5 +17,5 @@ class Undrafted:
 
     def propose(self, start: ProposalStart, state: Mapping[str, Tensor], sink: DraftSink) -> None:
         """Leave every depth to copies."""
-        for depth in range(start.depth):
-            sink.leave(depth)
+        if start.depth:
+            sink.copy(start.depth)

@@ -114,7 +114,7 @@ def layer(reader: Reader, prefix: str) -> Layer:
 def rotary(reader: Reader) -> Rotary:
     """Rotation of every layer's queries and keys."""
     frequencies = reader.geometry.attention.frequencies()
-    return Rotary.of(torch.tensor(frequencies, dtype=torch.float32, device=reader.weights.device))
+    return Rotary(torch.tensor(frequencies, dtype=torch.float32, device=reader.weights.device))
 
 
 def placed(turning: Rotary, span: Span, dtype: torch.dtype, *, attends: bool = True) -> TurnedRows:

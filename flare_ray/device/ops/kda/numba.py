@@ -258,21 +258,8 @@ def _run_gated(
     constants = (vector(factor, channels, np.float32), vector(offset, channels, np.float32))
     _open_gates(forget, raw, constants, decays, betas, np.float32(bound))
     inner_gates = (np.int64(decays.ctypes.data), np.int64(betas.ctypes.data))
-    _rows(
-        qkv,
-        inner_gates[0],
-        inner_gates[1],
-        saved,
-        read,
-        write,
-        out,
-        lanes,
-        width,
-        heads,
-        dim,
-        rows,
-        1,
-    )
+    fades, factors = inner_gates
+    _rows(qkv, fades, factors, saved, read, write, out, lanes, width, heads, dim, rows, 1)
     gates = cube(outer + total * channels * 4, total, heads, dim, np.float32)
     results = cube(out, total, heads, dim, np.float32)
     _gate(results, gates, vector(norm, dim, np.float32), np.float32(floor))

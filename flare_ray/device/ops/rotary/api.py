@@ -25,24 +25,26 @@ class Turns:
 
 
 class Rotary:
-    """Angles of one base.
+    """Angles by position.
 
     Args:
-        channels: rotated channels of a head, even.
-        theta: base.
-        device: of the positions.
+        frequencies: [rotary / 2] float32, in radians a token.
     """
 
-    def __init__(self, channels: int, theta: float, *, device: torch.device) -> None:
-        exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
-        self._frequencies = theta**-exponent
+    def __init__(self, frequencies: Tensor) -> None:
+        self._frequencies = frequencies
 
     @classmethod
-    def of(cls, frequencies: Tensor) -> Self:
-        """Of frequencies [rotary / 2] float32 in radians a token, however they were made."""
-        made = cls.__new__(cls)
-        made._frequencies = frequencies
-        return made
+    def of_base(cls, channels: int, theta: float, *, device: torch.device) -> Self:
+        """Powers of one base.
+
+        Args:
+            channels: rotated channels of a head, even.
+            theta: base.
+            device: of the positions.
+        """
+        exponent = torch.arange(0, channels, 2, dtype=torch.float32, device=device) / channels
+        return cls(theta**-exponent)
 
     def turns(self, positions: Tensor) -> Turns:
         """Of positions [R] int64."""
