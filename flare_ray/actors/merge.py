@@ -221,4 +221,9 @@ class RoundMerger:
                 rank=0,
                 round_id=entry.round_id,
             )
-        return RoundResult(round_id=entry.round_id, lanes=lanes, elapsed_ns=first.elapsed_ns)
+        return RoundResult(
+            round_id=entry.round_id,
+            lanes=lanes,
+            elapsed_ns=first.elapsed_ns,
+            is_usual=all(reply.is_usual for reply in entry.replies.values()),
+        )

@@ -134,6 +134,8 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
             empty where no lane asked.
         prompt_scores: likewise of prompt tokens.
         error: "" or the rank's own failure text; a reply with an error is its last.
+        is_usual: the program took the time that it usually takes; False while a CPU rank has yet to
+            record it.
     """
 
     rank: int
@@ -144,6 +146,7 @@ class RoundReply(msgspec.Struct, frozen=True, array_like=True, tag=1):
     error: str = ""
     scores: tuple[bytes, ...] = ()
     prompt_scores: tuple[bytes, ...] = ()
+    is_usual: bool = True
 
 
 class Proposals(msgspec.Struct, frozen=True, array_like=True, tag=3):

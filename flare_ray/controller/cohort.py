@@ -34,7 +34,7 @@ from flare_ray.contracts.plan import (
     SlotRestore,
     SnapshotSave,
 )
-from flare_ray.contracts.record import LaneRecord, Status
+from flare_ray.contracts.record import Status
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.shapes import MAX_WIDTH, PAGE_TOKENS, GraphShape
 from flare_ray.controller.admission import Admission
@@ -44,6 +44,7 @@ from flare_ray.controller.live import LiveRequest, Phase, Unanswered
 from flare_ray.controller.pacing import PrefillGate
 from flare_ray.controller.paging.pool import pages_for
 from flare_ray.controller.paging.snapshots import Capture
+from flare_ray.controller.ports import RoundResult
 from flare_ray.controller.preemption import Growth
 from flare_ray.controller.sampling import logit_rules, seen_bits
 from flare_ray.controller.verification import (
@@ -232,11 +233,9 @@ class Planner:
     def _last_round(self, live: LiveRequest) -> int:
         return self._last_round_of.get(live.uid, -1)
 
-    def harvested(
-        self, planned: SubmittedRound, lanes: tuple[LaneRecord, ...], cost_ns: int
-    ) -> None:
+    def harvested(self, planned: SubmittedRound, result: RoundResult, cost_ns: int) -> None:
         """A program has run; `cost_ns` is all the time it took, host gap included."""
-        plan, gate = planned.plan, self._gate
+        plan, lanes, gate = planned.plan, result.lanes, self._gate
         if plan.prefill:
             if gate is not None:
                 gate.prompts_done(cost_ns)
@@ -247,7 +246,9 @@ class Planner:
         copied = any(lane.copy_sources for lane in plan.lanes)
         sources = tuple(lane.copy_sources for lane in plan.lanes) if copied else ()
         alone = copied and plan.copies_alone
-        round_ = CompletedRound(plan.shape, lanes, sources, copies_alone=alone)
+        round_ = CompletedRound(
+            plan.shape, lanes, sources, copies_alone=alone, is_usual=result.is_usual
+        )
         self._policy.observe(round_, cost_ns)
         if gate is not None:
             gate.round_done(cost_ns, emitted=sum(lane.emitted for lane in lanes), lanes=alive)

@@ -66,7 +66,7 @@ class Harvester:
             )
         cost_ns = now_ns - max(self._last_harvest_ns, planned.started_ns)
         self._last_harvest_ns = now_ns
-        self._planner.harvested(planned, result.lanes, cost_ns)
+        self._planner.harvested(planned, result, cost_ns)
         self._meters.harvested(planned, result, cost_ns)
         self._snapshots.harvested(planned.captures, planned.lanes, result.lanes)
         for place, (live, record) in enumerate(zip(planned.lanes, result.lanes, strict=True)):

@@ -16,13 +16,14 @@ from flare_ray.contracts.tiers import TierOrder, TierOutcome
 class RoundResult(msgspec.Struct, frozen=True):
     """One finished round, merged over ranks whose checksums agreed.
 
-    lanes are in plan order; elapsed_ns is rank 0's program time, wall_ns the host's from submit to
-    answer.
+    lanes are in plan order; elapsed_ns is rank 0's program time; is_usual says whether every rank's
+    program took its usual time.
     """
 
     round_id: int
     lanes: tuple[LaneRecord, ...]
     elapsed_ns: int
+    is_usual: bool = True
 
 
 class RankChannel(Protocol):

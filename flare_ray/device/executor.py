@@ -193,6 +193,7 @@ class RankExecutor:
             rows=tuple(v for row in values for v in row) if self._rank == 0 else (),
             scores=scores,
             prompt_scores=prompt_scores,
+            is_usual=program.is_usual,
         )
 
     def order(self, order: TierOrder, report: Callable[[TierReport], None]) -> None:

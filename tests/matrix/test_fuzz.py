@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
 from tests.support.matrix.cells import AXES, REGEX, SCHEMA
@@ -198,10 +199,17 @@ def threads_and_children() -> tuple[int, int]:
     and for tokenising, and what Python watches shared memory with."""
     kept = ("asyncio_", "ThreadPoolExecutor", "AnyIO", "flare-tokenize")
     threads = [t for t in threading.enumerate() if not t.name.startswith(kept)]
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
-    return len(threads), sum(b"resource_tracker" not in command for command in commands)
+    children = [child for child in psutil.Process().children() if not _watches_memory(child)]
+    return len(threads), len(children)
+
+
+def _watches_memory(child: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(child.cmdline())
+    except psutil.ZombieProcess:
+        return False  # nobody has waited for it: left behind
+    except psutil.NoSuchProcess:
+        return True  # it has ended meanwhile
 
 
 def resident_bytes() -> int:

@@ -7,7 +7,8 @@ import dataclasses
 import torch
 
 from flare_ray.device.graphs import replays
-from flare_ray.device.graphs.replays import Replays, columns_in_view
+from flare_ray.device.graphs.replays import Replays, coarse
+from flare_ray.device.speculation.inputs import FilterBounds, HostFacts
 
 
 @dataclasses.dataclass
@@ -70,9 +71,34 @@ def test_keys_met_once_are_forgotten_in_time(monkeypatch):
     assert len(held) == 0
 
 
-def test_columns_in_view_hold_the_pages_and_stay_within_the_table():
-    for columns in (1, 5, 64):
-        seen = {columns_in_view(pages, columns) for pages in range(1, columns + 1)}
-        assert len(seen) <= columns.bit_length() + 1
-        for pages in range(columns + 1):
-            assert pages <= columns_in_view(pages, columns) <= columns
+def test_runs_say_whether_they_were_replays():
+    counted, held = Counted(), Replays()
+    seen = []
+    for _ in range(4):
+        held.run("a", counted.first)
+        seen.append(held.replayed)
+    assert seen == [False, False, True, True]
+    held.run("b", counted.first)
+    assert not held.replayed
+
+
+def facts_of(pages: int, **filters: int) -> HostFacts:
+    return HostFacts(pages, 4, False, False, True, FilterBounds(**filters), publishes=False)
+
+
+def test_recordings_hold_the_pages_they_serve_and_are_few():
+    for columns in (1, 5, 17, 64, 4096):
+        served = [coarse(facts_of(n), columns).context_pages for n in range(1, columns + 1)]
+        assert all(
+            pages <= found <= columns
+            for pages, found in zip(range(1, columns + 1), served, strict=True)
+        )
+        assert len(set(served)) <= max(columns.bit_length() - 2, 1)
+
+
+def test_recordings_serve_neighbouring_bounds_and_keep_what_a_bound_means():
+    wide = coarse(facts_of(1, max_top_k=50, max_rules=3, max_bad_words=5), 64).filters
+    assert (wide.max_top_k, wide.max_rules, wide.max_bad_words) == (64, 4, 8)
+    for bound in (0, 1):
+        assert coarse(facts_of(1, max_top_k=bound), 64).filters.max_top_k == bound
+    assert coarse(facts_of(1), 64).publishes

@@ -216,7 +216,7 @@ def test_inputs_of_a_queued_plan_leave_those_on_their_way_alone():
 
 def priced(rank) -> set[GraphShape]:
     rounds = (GraphKind.DECODE, GraphKind.SPECULATIVE)
-    return {s for s in rank.manifest.shapes if s.kind in rounds and not s.masked}
+    return {s for s in rank.manifest.shapes if s.kind in rounds}
 
 
 def test_prices_name_every_round_and_no_prompt(captured):

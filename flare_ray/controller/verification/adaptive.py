@@ -157,7 +157,10 @@ class AdaptivePolicy:
         )
 
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
-        """Update survival, price and account."""
+        """Update survival, and from a round of usual time price and account."""
+        if not record.is_usual:
+            self.survival.observe(record.lanes, record.sources)
+            return
         cost_ns = max(cost_ns, 1)
         shape = _without_drafter(record.shape) if record.copies_alone else record.shape
         program = self.cost.price(shape)

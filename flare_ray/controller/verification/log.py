@@ -68,6 +68,7 @@ class Observed(msgspec.Struct, frozen=True, tag="observed"):
     confidence: tuple[tuple[float, ...], ...]
     cost_ns: int
     copies_alone: bool = False
+    is_usual: bool = True
 
 
 class Forgot(msgspec.Struct, frozen=True, tag="forgot"):
@@ -132,7 +133,13 @@ class LoggedPolicy:
             for lane in record.lanes
         )
         told = Observed(
-            record.shape, fates, record.sources, record.confidence, cost_ns, record.copies_alone
+            record.shape,
+            fates,
+            record.sources,
+            record.confidence,
+            cost_ns,
+            record.copies_alone,
+            record.is_usual,
         )
         self._write(told)
         self._policy.observe(record, cost_ns)
@@ -223,6 +230,7 @@ def replay(path: Path) -> tuple[int, int]:
                 entry.sources,
                 entry.confidence,
                 entry.copies_alone,
+                entry.is_usual,
             )
             policy.observe(record, entry.cost_ns)
         elif isinstance(entry, Compared):

@@ -60,6 +60,7 @@ class CompletedRound(msgspec.Struct, frozen=True, array_like=True):
         confidence: per lane the drafter's forecast that draft i passes given those before it; () =
             the program forecasts nothing (contract: C4).
         copies_alone: every draft on offer was copied, for which an eager program runs no drafter.
+        is_usual: it took the time that such rounds take; else its time says nothing.
     """
 
     shape: GraphShape
@@ -67,6 +68,7 @@ class CompletedRound(msgspec.Struct, frozen=True, array_like=True):
     sources: tuple[tuple[int, ...], ...] = ()
     confidence: tuple[tuple[float, ...], ...] = ()
     copies_alone: bool = False
+    is_usual: bool = True
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

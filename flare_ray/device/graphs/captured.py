@@ -64,6 +64,7 @@ class CapturedProgram:
         self.record = body.record
         self.scores = body.scores
         self.prompt_scores = body.prompt_scores
+        self.is_usual = True
         self.watches = False
         self._body = body
         self._recorder = recorder
@@ -238,7 +239,7 @@ class CapturedBackend:
         return tuple(
             (shape, program.price_ns())
             for shape, program in self._programs.items()
-            if shape.kind not in PROMPT_KINDS and not shape.masked
+            if shape.kind not in PROMPT_KINDS
         )
 
 

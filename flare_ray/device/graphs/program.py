@@ -25,12 +25,15 @@ class Program(Protocol):
         scores: [B, W, SCORE_WORDS] int32, its second output (W = 1 for a prefill); written where a
             lane asks for log-probabilities.
         prompt_scores: [B, T, SCORE_WORDS] int32 of a scored prefill, else [B, 0, SCORE_WORDS].
+        is_usual: its last run took the time that such runs take; False for those before and while
+            it is recorded.
     """
 
     shape: GraphShape
     record: Tensor
     scores: Tensor
     prompt_scores: Tensor
+    is_usual: bool
 
     def prepare(self, plan: RoundPlan, masks: np.ndarray | None, bounds: LaneBounds) -> None:
         """Copy a checked plan into the static inputs: one copy per buffer.
@@ -80,7 +83,7 @@ class Backend(Protocol):
         meets nothing new."""
 
     def prices(self) -> Prices:
-        """Time every round that applies no masks once more, on padded lanes; after `warm`."""
+        """Time every round once more, on padded lanes; after `warm`."""
 
 
 def not_prepared(shape: GraphShape, prepared: int) -> ContractViolation:

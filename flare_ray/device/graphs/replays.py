@@ -9,15 +9,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from flare_ray.device.ops.replay import Pool, Recorded, record
+from flare_ray.device.speculation.inputs import HostFacts
 
 T = TypeVar("T")
 MOST_RECORDINGS = 128
 """Each holds some thousand Python objects, half a megabyte."""
 MOST_MET = 1024
 """Keys remembered as met once."""
+FEWEST_COLUMNS = 8
+"""Page-table columns in view of any recording, if there are as many: a view this wide costs no more
+than one page, since compiled kernels read visible entries alone."""
 
 
 class _Held(NamedTuple):
@@ -26,9 +31,14 @@ class _Held(NamedTuple):
 
 
 class Replays:
-    """The recordings of one rank, the least recently used dropped first. Used by one thread."""
+    """The recordings of one rank, the least recently used dropped first. Used by one thread.
+
+    Attributes:
+        replayed: the last `run` was a replay.
+    """
 
     def __init__(self) -> None:
+        self.replayed = False
         self._pool = Pool()
         self._held: OrderedDict[Hashable, _Held] = OrderedDict()
         self._met: OrderedDict[Hashable, None] = OrderedDict()
@@ -47,6 +57,7 @@ class Replays:
             after: what an earlier `run` of this execution returned and `function` reads; it is
                 recorded only if that was.
         """
+        self.replayed = False
         if after is not None:
             if id(after) not in self._results:
                 return function()
@@ -54,6 +65,7 @@ class Replays:
         held = self._held.get(key)
         if held is not None:
             self._held.move_to_end(key)
+            self.replayed = True
             return held.recorded.replay()
         if key not in self._met:
             self._met[key] = None
@@ -74,7 +86,27 @@ class Replays:
             self._results.discard(id(old.recorded.result))
 
 
-def columns_in_view(pages: int, columns: int) -> int:
-    """Page-table columns of a recording that serves plans of `pages`: a power of two, so that a
-    growing context meets few recordings."""
-    return min(1 << max(pages - 1, 0).bit_length(), columns)
+def coarse(facts: HostFacts, columns: int) -> HostFacts:
+    """What a recording that serves `facts` is made for: bounds rounded up, so that growing contexts
+    and requests of all kinds meet few recordings. Wider bounds change no result.
+
+    Args:
+        columns: of the page table.
+    """
+    filters = facts.filters
+    return replace(
+        facts,
+        context_pages=min(max(_power(facts.context_pages), FEWEST_COLUMNS), columns),
+        publishes=True,
+        filters=replace(
+            filters,
+            max_top_k=_power(filters.max_top_k),
+            max_rules=_power(filters.max_rules),
+            max_bad_words=_power(filters.max_bad_words),
+        ),
+    )
+
+
+def _power(bound: int) -> int:
+    """The power of two at or above a bound; 0 and 1 mean something of their own."""
+    return bound if bound < 2 else 1 << (bound - 1).bit_length()
