@@ -8,9 +8,27 @@ request is `Admitted` or `Failed`.
 
 from __future__ import annotations
 
+import enum
+
 import msgspec
 
 from flare_ray.contracts.record import TokenScore
+
+
+class TokenSource(enum.IntEnum):
+    """Where a generated token came from: the target's own draw, or an accepted draft."""
+
+    TARGET = 0
+    """Drawn where no draft was offered or accepted: corrections, bonus tokens, a prompt's first."""
+    DRAFTER = 1
+    OWN_TEXT = 2
+    """Copied from the request's prompt or output."""
+    HISTORY = 3
+    """Copied from what other requests were answered."""
+    PREDICTION = 4
+    """Copied from the request's `prediction`."""
+    GRAMMAR = 5
+    """The only text that the request's grammar allowed there."""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -30,6 +48,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
         prompt_scores: of the next prompt tokens, in order, where the request asked for them; the
             prompt's first token has none.
         trim_bytes: bytes to drop from the end of the *last* token's text (a stop ended inside it).
+        sources: one `TokenSource` per token where the request asked for them, else empty.
     """
 
     request_id: str
@@ -37,6 +56,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag=2):
     trim_bytes: int = 0
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
+    sources: bytes = b""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):

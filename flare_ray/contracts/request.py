@@ -96,6 +96,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         cache_salt: prefixes are reused among requests of equal salt only (one salt per tenant).
         prediction: token ids that the client expects as output, offered as copied drafts
             (contract: H3); () = none.
+        token_sources: tell with every visible token where it came from.
         deadline_s: seconds after arrival at which the request is ended with an error; 0 = none.
     """
 
@@ -118,3 +119,4 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     grammar: GrammarSpec | None = None
     prediction: tuple[int, ...] = ()
+    token_sources: bool = False

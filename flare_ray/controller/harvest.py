@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flare_ray.contracts.messages import Failed
+from flare_ray.contracts.messages import Failed, TokenSource
 from flare_ray.contracts.plan import LanePlan
 from flare_ray.contracts.record import Flag, LaneRecord, Status, unpack_scores
 from flare_ray.controller.cohort import Planner, SubmittedRound
@@ -27,6 +27,15 @@ _ENDED = int(Status.EOS | Status.LENGTH)
 _PREFILL = int(Flag.PREFILL)
 _PREDICTION = int(ProposalSource.PREDICTION)
 _OVER = Phase.ENDED
+_TOKEN_SOURCES = {
+    ProposalSource.LEARNED: TokenSource.DRAFTER,
+    ProposalSource.HISTORY: TokenSource.HISTORY,
+    ProposalSource.HISTORY_SHORT: TokenSource.HISTORY,
+    ProposalSource.PREDICTION: TokenSource.PREDICTION,
+    ProposalSource.REQUEST: TokenSource.OWN_TEXT,
+    ProposalSource.REQUEST_SHORT: TokenSource.OWN_TEXT,
+}
+"""What clients are told of the policy's sources: one name for long and short matches."""
 
 
 class Harvester:
@@ -73,16 +82,15 @@ class Harvester:
             live.in_flight.popleft()
             if live.phase is _OVER:
                 continue
-            offered: tuple[int, ...] = ()
-            if plan.lanes and plan.lanes[place].copy_tokens:
-                offered = plan.lanes[place].copy_sources
-                self._count_copies(live, plan.lanes[place], record)
-            end = self._fold_lane(live, record, now_ns, offered)
+            lane = plan.lanes[place] if plan.lanes else None
+            if lane is not None and lane.copy_tokens:
+                self._count_copies(live, lane, record)
+            end = self._fold_lane(live, record, now_ns, lane)
             if end is not None:
                 yield live, end
 
     def _fold_lane(
-        self, live: LiveRequest, record: LaneRecord, now_ns: int, copied: tuple[int, ...]
+        self, live: LiveRequest, record: LaneRecord, now_ns: int, lane: LanePlan | None
     ) -> End | Failed | None:
         if record.uid != live.uid or record.epoch != live.epoch:
             raise ContractViolation(
@@ -117,6 +125,8 @@ class Harvester:
             return None
         if live.request.top_logprobs >= 0:
             live.scores.extend(unpack_scores(record.scores, len(record.tokens)))
+        if live.request.token_sources:
+            live.sources.extend(token_sources(lane, record))
         if live.matcher is not None:
             live.owed.extend(record.tokens)
         before = live.stops.generated_tokens
@@ -125,7 +135,7 @@ class Harvester:
         generated = live.stops.generated_tokens - before
         if live.copies is not None:
             # What was generated behind a stop is no part of any text.
-            live.copies.advance(record.tokens[:generated], copied)
+            live.copies.advance(record.tokens[:generated], lane.copy_sources if lane else ())
         self._publisher.generated(generated)
         self._publisher.visible(live, visible, now_ns)
         if visible.end is None and record.status & _ENDED:
@@ -186,3 +196,26 @@ class Harvester:
             param="bad_words" if live.matcher is None else PARAM,
             emitted=live.emitted,
         )
+
+
+def token_sources(lane: LanePlan | None, record: LaneRecord) -> list[TokenSource]:
+    """One source per token of the record, whose first `accepted` ones are drafts.
+
+    A copy that the plan does not know was put there by the lane's grammar.
+
+    Args:
+        lane: as planned; None = of a prefill.
+    """
+    if lane is None:
+        return [TokenSource.TARGET] * len(record.tokens)
+    sources = []
+    for place, token in enumerate(record.tokens):
+        if place >= record.accepted:
+            sources.append(TokenSource.TARGET)
+        elif place < len(lane.copy_tokens) and lane.copy_tokens[place] == token:
+            sources.append(_TOKEN_SOURCES[ProposalSource(lane.copy_sources[place])])
+        elif record.copy_bits >> place & 1:
+            sources.append(TokenSource.GRAMMAR)
+        else:
+            sources.append(TokenSource.DRAFTER)
+    return sources

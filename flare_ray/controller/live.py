@@ -88,6 +88,7 @@ class LiveRequest:
         emitted: some output has been made visible.
         prompt_scores: of prompt tokens but the first, where the request asked for them.
         scores: of generated tokens that are not visible yet, where the request asked for them.
+        sources: likewise `TokenSource`s of generated tokens that are not visible yet.
         matcher: its place in its grammar; None = unconstrained. Used by `MaskWriter` only.
         owed: committed tokens that the matcher has not taken yet.
         copies: what its rounds may copy; None = it has no source.
@@ -135,6 +136,7 @@ class LiveRequest:
     emitted: bool = False
     scores: deque[TokenScore] = field(default_factory=deque)
     prompt_scores: list[TokenScore] = field(default_factory=list)
+    sources: deque[int] = field(default_factory=deque)
     matcher: GrammarMatcher | None = None
     owed: list[int] = field(default_factory=list)
     copies: RequestCopies | None = None

@@ -7,6 +7,8 @@ where latencies are measured, at hand-over.
 
 from __future__ import annotations
 
+import msgspec
+
 from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished, Heartbeat, StreamItem
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.ports import OutputPort
@@ -72,6 +74,9 @@ class Publisher:
         # Tokens become visible in the order in which they were generated.
         scores = tuple(live.scores.popleft() for _ in visible.tokens) if live.scores else ()
         delta = Delta(live.request.request_id, visible.tokens, visible.trim_bytes, scores)
+        if live.sources:
+            sources = bytes(live.sources.popleft() for _ in visible.tokens)
+            delta = msgspec.structs.replace(delta, sources=sources)
         self._add(live, delta)
         if live.emitted:
             self._inter_token.observe((now_ns - live.last_delivery_ns) / _NS)

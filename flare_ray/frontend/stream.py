@@ -102,6 +102,7 @@ def merge_deltas(items: list[RequestItem]) -> list[RequestItem]:
                 item.trim_bytes,
                 last.scores + item.scores,
                 item.prompt_scores or last.prompt_scores,
+                last.sources + item.sources,
             )
         else:
             merged.append(item)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from flare_ray.contracts.messages import Delta
+from flare_ray.contracts.messages import Delta, TokenSource
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.parsers import ChatEvent, ChatParser
 from flare_ray.frontend.parsers.events import append_event
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sources import SOURCE_NAMES, SourceTrail
 
 
 class Turn:
@@ -15,6 +16,7 @@ class Turn:
 
     Attributes:
         reasoning_tokens: tokens of reasoning so far, its closing tag included.
+        trail: gives the sources of the texts in events, in order; None = nobody asked for them.
     """
 
     def __init__(self, settings: ApiSettings, prepared: Prepared) -> None:
@@ -25,7 +27,10 @@ class Turn:
             inside_reasoning=prepared.inside_reasoning,
             data_answer=prepared.data_answer,
             in_parts=prepared.stream,
+            traced=prepared.token_sources,
         )
+        self.trail = SourceTrail() if prepared.token_sources else None
+        self._last_source = int(TokenSource.TARGET)
         self.reasoning_tokens = 0
         self._undecided_tokens = 0
 
@@ -36,14 +41,18 @@ class Turn:
 
     def add(self, delta: Delta) -> list[ChatEvent]:
         """What newly visible tokens complete; empty while text is held back."""
-        if not self._parser.in_reasoning and not self._parser.undecided:
+        billed = self._parser.in_reasoning or self._parser.undecided
+        if not billed and self.trail is None:
             return self._push(delta.tokens, delta.trim_bytes)
-        # One by one: a delta may leave reasoning in its middle, and tokens are billed by kind.
+        # One by one: a delta may leave reasoning in its middle, tokens are billed by kind, and each
+        # has a source of its own.
         events: list[ChatEvent] = []
         last = len(delta.tokens) - 1
         for i, token in enumerate(delta.tokens):
             self.reasoning_tokens += self._parser.in_reasoning
             self._undecided_tokens += self._parser.undecided
+            if self.trail is not None:
+                self._last_source = delta.sources[i]
             for event in self._push((token,), delta.trim_bytes if i == last else 0):
                 append_event(events, event)
             if not self._parser.undecided:
@@ -56,11 +65,21 @@ class Turn:
         """What was held back until the answer's end."""
         if self._parser.undecided:
             self.reasoning_tokens += self._undecided_tokens
-        events = self._parser.feed(self._detokenizer.finish())
+        events = self._feed(self._detokenizer.finish())
         for event in self._parser.finish():
             append_event(events, event)
+        if self.trail is not None:
+            self.trail.show(self._parser.take_shown())
         return events
 
     def _push(self, tokens: tuple[int, ...], trim_bytes: int) -> list[ChatEvent]:
         text = self._detokenizer.push(tokens, trim_bytes=trim_bytes)
-        return self._parser.feed(text) if text else []
+        return self._feed(text) if text else []
+
+    def _feed(self, text: str) -> list[ChatEvent]:
+        if self.trail is None:
+            return self._parser.feed(text)
+        self.trail.feed(len(text), SOURCE_NAMES[self._last_source])
+        events = self._parser.feed(text)
+        self.trail.show(self._parser.take_shown())
+        return events

@@ -132,7 +132,9 @@ def answer(text: str, *, step: int = 3, reason: str = "stop", pause: float | Non
         for start in range(0, len(tokens), step):
             if pause is not None:
                 steps.append(pause)
-            steps.append(Delta(request.request_id, tokens[start : start + step]))
+            piece = tokens[start : start + step]
+            sources = bytes(len(piece)) if request.token_sources else b""
+            steps.append(Delta(request.request_id, piece, sources=sources))
         finished = Finished(
             request.request_id, reason, len(request.prompt_tokens), len(tokens) + (reason == "stop")
         )

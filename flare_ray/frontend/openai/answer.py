@@ -19,7 +19,6 @@ import msgspec
 from flare_ray.contracts.messages import Delta, Failed, Finished
 from flare_ray.contracts.record import TokenScore
 from flare_ray.frontend.client import RequestStream, StreamEvent
-from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.errors import ErrorBody, failed_detail
 from flare_ray.frontend.openai.logprobs import ScoredTokens, prompt_logprobs
 from flare_ray.frontend.openai.prepare import Echo, Prepared
@@ -29,11 +28,13 @@ from flare_ray.frontend.openai.responses import (
     ChatChoice,
     ChatDelta,
     ChatMessage,
+    ChatSources,
     ChunkChoice,
     CompletionTokensDetails,
     Envelope,
     FunctionCall,
     PromptTokensDetails,
+    SourceSpan,
     TextChoice,
     ToolCallBody,
     ToolCallPart,
@@ -51,6 +52,7 @@ from flare_ray.frontend.parsers import (
     ToolCall,
 )
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sources import SourcedText, joined
 from flare_ray.frontend.stream import failure_error
 from flare_ray.frontend.turn import Turn
 
@@ -82,33 +84,41 @@ class TextChoiceBuilder:
     def __init__(
         self,
         index: int,
-        detokenizer: IncrementalDetokenizer,
+        text: SourcedText,
         scored: ScoredTokens,
         *,
         echo: Echo | None = None,
         discards: bool = False,
     ) -> None:
         self._index = index
-        self._detokenizer = detokenizer
+        self._text = text
         self._scored = scored
         self._echo = echo
         self._discards = discards
         self._pieces: list[str] = []
+        self._spans: list[SourceSpan] = []
 
     def add(self, delta: Delta) -> list[TextChoice]:
         """See `Choice.add`."""
         text = self._opening(delta.prompt_scores)
         if not self._discards:
             self._scored.add(delta)
-            text += self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
+            text += self._text.push(delta)
         self._pieces.append(text)
         if not text:
             return []
-        return [TextChoice(index=self._index, text=text, logprobs=self._scored.text())]
+        return [
+            TextChoice(
+                index=self._index,
+                text=text,
+                logprobs=self._scored.text(),
+                token_sources=self._sources(),
+            )
+        ]
 
     def end(self, finished: Finished) -> list[TextChoice]:
         """See `Choice.end`."""
-        text = self._opening(()) + self._detokenizer.finish()
+        text = self._opening(()) + self._text.finish()
         self._pieces.append(text)
         return [
             TextChoice(
@@ -117,6 +127,7 @@ class TextChoiceBuilder:
                 logprobs=self._scored.text(),
                 finish_reason=finished.reason,
                 stop_reason=finished.stop_reason,
+                token_sources=self._sources(),
             )
         ]
 
@@ -130,7 +141,16 @@ class TextChoiceBuilder:
             logprobs=self._scored.text(),
             finish_reason=finished.reason,
             stop_reason=finished.stop_reason,
+            token_sources=joined(self._spans) if self._text.traced else msgspec.UNSET,
         )
+
+    def _sources(self) -> list[SourceSpan] | msgspec.UnsetType:
+        """Spans of the text since the last call."""
+        if not self._text.traced:
+            return msgspec.UNSET
+        spans = self._text.take()
+        self._spans += spans
+        return spans
 
     def _opening(self, scores: Sequence[TokenScore]) -> str:
         """The echoed prompt, once; its scores come before anything else."""
@@ -138,6 +158,7 @@ class TextChoiceBuilder:
         if echo is None:
             return ""
         self._scored.echo(echo.tokens, scores)
+        self._text.echo(echo.text)
         return echo.text
 
 
@@ -159,6 +180,7 @@ class ChatChoiceBuilder:
         self._opened = False
         self._content: list[str] = []
         self._reasoning: list[str] = []
+        self._sources: dict[str, list[SourceSpan]] = {}
         self._calls: list[ToolCallBody] = []
 
     def add(self, delta: Delta) -> list[ChunkChoice]:
@@ -194,6 +216,7 @@ class ChatChoiceBuilder:
             logprobs=self._scored.chat(),
             finish_reason=self._finish_reason(finished),
             stop_reason=finished.stop_reason,
+            token_sources=self._all_sources(),
         )
 
     def _scored_chunks(self, chunks: list[ChunkChoice]) -> list[ChunkChoice]:
@@ -209,10 +232,29 @@ class ChatChoiceBuilder:
 
     def _chunks(self, events: Sequence[ChatEvent]) -> list[ChunkChoice]:
         return [
-            ChunkChoice(index=self._index, delta=self._opening(self._delta(event)))
+            ChunkChoice(
+                index=self._index,
+                delta=self._opening(self._delta(event)),
+                token_sources=self._event_sources(event),
+            )
             for event in events
             if not isinstance(event, CallEnd)
         ]
+
+    def _event_sources(self, event: _Shown) -> ChatSources | msgspec.UnsetType:
+        """Spans of a piece of reasoning or content; each of them once, in order."""
+        trail = self._turn.trail
+        if trail is None or not isinstance(event, ContentText | ReasoningText):
+            return msgspec.UNSET
+        name = "content" if isinstance(event, ContentText) else "reasoning_content"
+        spans = trail.take(event.text)
+        self._sources.setdefault(name, []).extend(spans)
+        return ChatSources(**{name: spans})
+
+    def _all_sources(self) -> ChatSources | msgspec.UnsetType:
+        if self._turn.trail is None:
+            return msgspec.UNSET
+        return ChatSources(**{name: joined(spans) for name, spans in self._sources.items()})
 
     def _opening(self, delta: ChatDelta) -> ChatDelta:
         if self._opened:
@@ -351,7 +393,7 @@ class Answer:
             echoes = self._prepared.echoes
             return TextChoiceBuilder(
                 index,
-                IncrementalDetokenizer(token_bytes),
+                SourcedText(token_bytes, traced=self._prepared.token_sources),
                 scored,
                 echo=echoes[index] if echoes else None,
                 discards=self._prepared.discards,

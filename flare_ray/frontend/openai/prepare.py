@@ -50,6 +50,7 @@ class Prepared:
         logprobs: report log-probabilities.
         echoes: the prompt of each choice where its text begins with it, else ().
         prompt_logprobs: alternatives reported with every prompt token; -1 = none are.
+        token_sources: tell which source every piece of text came from.
         discards: the choices run for their prompts alone: what they generate is nobody's.
         choices_per_prompt: neighbouring choices that share a prompt, which is billed once.
         stream: answer with server-sent events.
@@ -77,6 +78,7 @@ class Prepared:
     echoes: tuple[Echo, ...] = ()
     prompt_logprobs: int = -1
     discards: bool = False
+    token_sources: bool = False
 
     def under(self, response_id: str) -> Prepared:
         """The same under another id; of requests with one choice."""
@@ -98,22 +100,20 @@ async def prepare_chat(
     messages = normalise_messages(chat.messages)
     declared = normalise_tools(chat.tools)
     use = tool_use(chat.tool_choice, declared)
-    enabled = use.shown
-    if enabled and not settings.chat.tool_open:
+    if use.shown and not settings.chat.tool_open:
         raise InvalidRequest(
             "tools: this model has no tool calls; leave tools out, or send tool_choice: none",
             param="tools",
             code="unsupported_parameter",
         )
     options = template_options(settings, chat)
-    tools = declared if enabled else None
+    tools = declared if use.shown else None
     rendered, tokens = await settings.pool.run(
         lambda: settings.codec.encode_chat(messages, tools=tools, options=options)
     )
     budget = chat.output_budget()
     budget_name = "max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens"
     response_id = f"chatcmpl-{unique_id}"
-    banned = await _banned(settings, chat)
     inside_reasoning = settings.chat.prompt_opens_reasoning and rendered.rstrip().endswith(
         settings.chat.reasoning_open
     )
@@ -126,6 +126,7 @@ async def prepare_chat(
         prompt=ChatPrompt(settings.chat, inside_reasoning),
     )
     predicted = await _predicted(settings, chat)
+    banned = await _banned(settings, chat)
     names = _Names(response_id, budget, budget_name, "messages", banned, grammar, predicted)
     choices = chat.choices()
     requests = _spread(_generation(chat, info, tokens, names), choices)
@@ -137,13 +138,14 @@ async def prepare_chat(
         choices_per_prompt=choices,
         stream=bool(chat.stream),
         include_usage=chat.wants_usage,
-        tools=_schemas(declared) if enabled else None,
+        tools=_schemas(declared) if use.shown else None,
         inside_reasoning=inside_reasoning,
         data_answer=source is not None,
         user=chat.user,
         priority=chat.priority,
         cache_salt=chat.cache_salt,
         prompt_logprobs=_given(chat.prompt_logprobs),
+        token_sources=bool(chat.return_token_sources),
     )
 
 
@@ -193,6 +195,7 @@ async def prepare_completion(
         echoes=tuple(e for e in echoes for _ in range(choices)) if completion.echo else (),
         prompt_logprobs=_given(completion.prompt_logprobs),
         discards=completion.max_tokens == 0,
+        token_sources=bool(completion.return_token_sources),
     )
 
 
@@ -381,6 +384,7 @@ def _generation(
         prompt_logprobs=_scored(body),
         grammar=resolved.grammar,
         prediction=names.prediction,
+        token_sources=bool(body.return_token_sources),
     )
 
 

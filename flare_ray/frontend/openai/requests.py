@@ -54,6 +54,7 @@ class _GenerationBody(Closed):
     bad_words: list[str] | None = None
     reproducible: bool | None = None
     prompt_logprobs: int | None = None
+    return_token_sources: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 _encode = msgspec.json.Encoder().encode
 DONE_FRAME = b"data: [DONE]\n\n"
+SourceName = Literal["target", "drafter", "own_text", "history", "prediction", "grammar", "prompt"]
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -114,6 +115,24 @@ PromptLogprobs = dict[str, PromptLogprob]
 """By token id: the prompt's own token, and the most probable ones."""
 
 
+class SourceSpan(msgspec.Struct, frozen=True):
+    """Text whose tokens all came from one source (`return_token_sources`).
+
+    A character that is spread over tokens belongs to the one that completed it. `prompt` is an
+    echo; the others are `TokenSource`.
+    """
+
+    source: SourceName
+    text: str
+
+
+class ChatSources(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Spans that add up to the texts of the same names; the arguments of calls have none."""
+
+    content: list[SourceSpan] | UnsetType = UNSET
+    reasoning_content: list[SourceSpan] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """What a chunk adds."""
 
@@ -131,6 +150,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | tuple[int, ...] | UnsetType = UNSET
+    token_sources: ChatSources | UnsetType = UNSET
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +172,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str
     stop_reason: str | int | tuple[int, ...] | None = None
     prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
+    token_sources: ChatSources | UnsetType = UNSET
 
 
 class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +184,7 @@ class TextChoice(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_reason: str | int | tuple[int, ...] | UnsetType | None = UNSET
     prompt_logprobs: list[PromptLogprobs | None] | UnsetType = UNSET
+    token_sources: list[SourceSpan] | UnsetType = UNSET
 
 
 ChoiceT = TypeVar("ChoiceT", bound=msgspec.Struct)

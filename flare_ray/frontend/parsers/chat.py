@@ -64,6 +64,7 @@ class ChatParser:
         data_answer: content is one document that may quote tags: calls are looked for only in front
             of it.
         in_parts: calls come as `CallStart`, `CallArguments`, `CallEnd` instead of `ToolCall`.
+        traced: keep where in the whole text the letters stood that were handed out as text.
     Attributes:
         num_calls: complete calls so far.
     """
@@ -76,8 +77,11 @@ class ChatParser:
         inside_reasoning: bool,
         data_answer: bool = False,
         in_parts: bool = False,
+        traced: bool = False,
     ) -> None:
         self._chat = chat
+        self._fed = 0
+        self._shown: list[tuple[int, int]] | None = [] if traced else None
         self._scan_calls = tools is not None and bool(chat.tool_open)
         self._tools = tools or {}
         self._buffer = ""
@@ -109,7 +113,9 @@ class ChatParser:
 
     def feed(self, text: str) -> list[ChatEvent]:
         """Events that `text` completes; neighbouring text of one kind is joined."""
+        self._fed += len(text)
         if not self._buffer and (plain := self._plain(text)) is not None:
+            self._trace(len(text), 0)
             return [plain]
         events: list[ChatEvent] = []
         self._buffer += text
@@ -128,6 +134,13 @@ class ChatParser:
             return ContentText(text)
         return ReasoningText(text) if self._state is _State.REASONING else None
 
+    def take_shown(self) -> list[tuple[int, int]]:
+        """Places in the whole text, (first letter, behind the last), whose letters the events of
+        reasoning and content since the last call consist of, in their order; of a traced parser."""
+        assert self._shown is not None
+        shown, self._shown = self._shown, []
+        return shown
+
     def finish(self) -> list[ChatEvent]:
         """Events for what was held back; an unfinished call becomes text again."""
         events: list[ChatEvent] = []
@@ -138,7 +151,7 @@ class ChatParser:
             text = self._layout + text
             self._state = self._before_calls
         self._buffer = ""
-        self._emit(events, text)
+        self._emit(events, text, 0)
         return events
 
     def _step(self, events: list[ChatEvent]) -> bool:
@@ -155,10 +168,10 @@ class ChatParser:
         if at < 0:
             keep = held_back(self._buffer, tags)
             cut = len(self._buffer) - keep
-            self._emit(events, self._buffer[:cut])
+            self._emit(events, self._buffer[:cut], cut)
             self._buffer = self._buffer[cut:]
             return False
-        self._emit(events, self._buffer[:at])
+        self._emit(events, self._buffer[:at], at)
         self._buffer = self._buffer[at + len(tag) :]
         if tag == self._chat.tool_block_open and self._scan_calls and tag:
             self._before_calls, self._state = self._state, _State.BLOCK
@@ -186,7 +199,7 @@ class ChatParser:
         if could_begin(rest, (chat.tool_open, chat.tool_block_close)):
             return False
         self._state = self._before_calls
-        self._emit(events, self._layout)
+        self._emit(events, self._layout, 0)
         self._layout = ""
         return True
 
@@ -224,7 +237,7 @@ class ChatParser:
             self._before_calls = _State.CONTENT
             self._state = _State.BLOCK if self._chat.tool_block_open else _State.CONTENT
         else:
-            self._emit(events, self._lost_call(events, result.end))
+            self._emit(events, self._lost_call(events, result.end), result.end)
         self._layout = ""
         self._buffer = self._buffer[result.end :]
         self._scanner = None
@@ -274,6 +287,13 @@ class ChatParser:
         opening = (chat.tool_block_open or chat.tool_open) if self._scan_calls else ""
         return tuple(filter(None, (closing, opening)))
 
-    def _emit(self, events: list[ChatEvent], text: str) -> None:
+    def _emit(self, events: list[ChatEvent], text: str, end: int) -> None:
+        """Hand out text whose last letter stands in front of place `end` of the buffer."""
+        self._trace(len(text), end)
         kind = ReasoningText if self._state is _State.REASONING else ContentText
         append_event(events, kind(text))
+
+    def _trace(self, letters: int, end: int) -> None:
+        if self._shown is not None and letters:
+            behind = self._fed - len(self._buffer) + end
+            self._shown.append((behind - letters, behind))
