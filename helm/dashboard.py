@@ -76,6 +76,7 @@ def panels() -> list[tuple[str, str, list[tuple[str, str]]]]:
                 (f"sum ({series(names.ENGINE_FATAL)})", "failed"),
             ],
         ),
+        ("Requests by routing", "reqps", [(rate(names.ROUTED_REQUESTS, "choice"), "{{choice}}")]),
         (
             "Pages in use",
             "percentunit",

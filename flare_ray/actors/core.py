@@ -23,11 +23,13 @@ from flare_ray.contracts.cache import ALL_TIERS, CacheReset, CacheStats
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, Heartbeat, StreamItem
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
+from flare_ray.contracts.routing import Choice
 from flare_ray.contracts.tiers import Tier
 from flare_ray.controller.grammar.matcher import GrammarService
 from flare_ray.controller.loop import Controller, ControllerStats
 from flare_ray.controller.ports import OutputPort, RankChannel
 from flare_ray.errors import InvalidRequest, Overloaded, RankFailure
+from flare_ray.metrics import names
 from flare_ray.metrics.recorder import Recorder, Snapshot
 
 logger = logging.getLogger("ray.serve.flare")
@@ -282,6 +284,10 @@ class EngineCore:
     def stats(self) -> ControllerStats:
         """Counts of the controller, at once."""
         return self._controller.stats()
+
+    def count_route(self, choice: Choice) -> None:
+        """A router has sent a request here; one thread."""
+        self.recorder.counter(names.ROUTED_REQUESTS, choice).add()
 
     def snapshot(self) -> Snapshot:
         """The engine's metrics, at once."""

@@ -24,15 +24,18 @@ from flare_ray.actors.core import EngineCore, EngineParts, new_engine_id
 from flare_ray.actors.directory import BEAT_S, EngineDirectory, EngineRecord, EngineReport
 from flare_ray.actors.grammar.service import CompilingService, start_service
 from flare_ray.actors.placement import ENGINE_DEPLOYMENT, check_apart, own_placement_group
+from flare_ray.actors.prefix_router import router_options, routing_stats
 from flare_ray.actors.preflight import CONTROLLER_CPUS, engine_bundles
 from flare_ray.actors.rank import PrepareRank, prepare_on_device
 from flare_ray.actors.ranks import Ranks, start_ranks
+from flare_ray.actors.scaling import autoscaling_options, engine_stats
 from flare_ray.actors.stream import StreamSender
 from flare_ray.actors.vocabulary import engine_token_bytes
 from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.routing import Route
 from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import FlareError, InvalidRequest, Overloaded, RankFailure
 from flare_ray.metrics.export import render
@@ -128,7 +131,7 @@ class EngineHost:
         )
         return _encode(self._record)
 
-    async def submit(self, request_bytes: bytes) -> bytes:
+    async def submit(self, request_bytes: bytes, route: Route | None = None) -> bytes:
         """Run one request; open until it has ended, so that Serve's queues, autoscaling, draining
         and cancellation see it (design/ray-serve.md section 2).
 
@@ -136,6 +139,7 @@ class EngineHost:
 
         Args:
             request_bytes: msgpack `GenerationRequest`.
+            route: how this engine was chosen; None = by Serve's own router.
 
         Returns:
             msgpack `Finished` or `Failed`; refusals are `Failed` too.
@@ -158,6 +162,8 @@ class EngineHost:
         core = self._core
         if core is None:
             return _encode(_refusal(request.request_id, _not_ready("it is starting")))
+        if route is not None and route.choice is not None:
+            core.count_route(route.choice)
         try:
             core.submit(request, on_item)
         except FlareError as error:
@@ -199,16 +205,15 @@ class EngineHost:
         return text.decode()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Load of this engine for an autoscaling policy of Serve."""
+        """Load of this engine for the autoscaling policy; called by Serve."""
+        return {} if self._core is None else engine_stats(self._core.stats())
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Readiness and load for the routers; called by Serve."""
         if self._core is None:
-            return {}
+            return routing_stats(ready=False, open_requests=0)
         stats = self._core.stats()
-        used = stats.total_pages - stats.free_pages
-        return {
-            "waiting_requests": float(stats.waiting),
-            "running_requests": float(stats.running),
-            "pages_used_ratio": used / max(stats.total_pages, 1),
-        }
+        return routing_stats(ready=self._core.ready, open_requests=stats.running + stats.waiting)
 
     def rank_pids(self) -> list[int]:
         """Process ids of the ranks, by rank; empty before `start`."""
@@ -290,9 +295,14 @@ class Engine(EngineHost):
 def engine_options(config: DeploymentConfig) -> dict[str, Any]:
     """Options of `serve.deployment` for `Engine`."""
     deployment, engine = config.engine_deployment, config.engine
+    options: dict[str, Any] = {"num_replicas": deployment.replicas}
+    if (scaling := autoscaling_options(config)) is not None:
+        options = {"autoscaling_config": scaling}
+    if (router := router_options(config.ingress.routing)) is not None:
+        options["request_router_config"] = router
     return {
         "name": ENGINE_DEPLOYMENT,
-        "num_replicas": deployment.replicas,
+        **options,
         "max_ongoing_requests": engine.concurrency + engine.admission.max_waiting + SPARE_CALLS,
         "health_check_period_s": deployment.health_period_s,
         "health_check_timeout_s": SERVE_PROBE_S,

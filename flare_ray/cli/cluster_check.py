@@ -196,7 +196,7 @@ def engine_replicas(document: Document, application: str, config: DeploymentConf
             for override in entry.get("deployments") or []:
                 if override.get("name") == DEPLOYMENTS[0] and "num_replicas" in override:
                     return int(override["num_replicas"])
-    return config.engine_deployment.replicas
+    return config.engine_deployment.most_replicas
 
 
 def _place(needed: Bundle, count: int, free: list[dict[str, float]]) -> int:

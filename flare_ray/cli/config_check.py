@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from flare_ray.actors.preflight import engine_bundles, total_of
 from flare_ray.cli.knobs import setting_known_as
 from flare_ray.cli.options import SETTINGS
-from flare_ray.config import DeploymentConfig
+from flare_ray.config import DeploymentConfig, EngineDeployment
 from flare_ray.errors import ConfigError
 from flare_ray.recipes import registry
 
@@ -59,7 +59,7 @@ def check_file(path: Path) -> str:
         needs = ", ".join(f"{amount:g} {what}" for what, amount in total_of(bundles).items())
         lines.append(
             f"application {name}: model {config.model_name}, checkpoint {engine.checkpoint}, "
-            f"{config.engine_deployment.replicas} engine(s) of {engine.tensor_parallel_size} "
+            f"{engine_count(config.engine_deployment)} engine(s) of {engine.tensor_parallel_size} "
             f"rank(s) on {engine.device} ({needs} on one node each), "
             f"{config.ingress.min_replicas} to {config.ingress.max_replicas} HTTP replica(s)"
         )
@@ -71,6 +71,12 @@ def check_file(path: Path) -> str:
     ]
     lines += [f"application {name}: not this project's, its args are unchecked" for name in others]
     return "\n".join(lines)
+
+
+def engine_count(deployment: EngineDeployment) -> str:
+    """How many engines there may be, in words."""
+    fewest, most = deployment.replicas, deployment.most_replicas
+    return str(fewest) if fewest == most else f"{fewest} to {most}"
 
 
 def open_access(checked: Checked) -> list[str]:
@@ -267,6 +273,11 @@ def _override_problems(
             yield (
                 f"{where}.placement_group_strategy: ranks share a node: {ENGINE_STRATEGY}, got "
                 f"{strategy}"
+            )
+        if "num_replicas" in override and config.engine_deployment.autoscaling is not None:
+            yield (
+                f"{where}.num_replicas: engine_deployment.autoscaling sets their number; leave one "
+                "of the two out"
             )
         bundles, needed = override.get("placement_group_bundles"), engine_bundles(config)
         if bundles is not None and bundles != needed:

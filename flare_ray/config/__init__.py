@@ -5,8 +5,10 @@ What preparation finds out goes into `contracts.manifest.PreparedManifest`, neve
 
 from flare_ray.config.deployment import (
     DeploymentConfig,
+    EngineAutoscaling,
     EngineDeployment,
     IngressDeployment,
+    RoutingConfig,
 )
 from flare_ray.config.engine import (
     AdmissionConfig,
@@ -20,11 +22,13 @@ from flare_ray.config.engine import (
 __all__ = [
     "AdmissionConfig",
     "DeploymentConfig",
+    "EngineAutoscaling",
     "EngineConfig",
     "EngineDeployment",
     "GrammarConfig",
     "IngressDeployment",
     "PrefixCacheConfig",
+    "RoutingConfig",
     "SamplingConfig",
     "SpeculationConfig",
 ]

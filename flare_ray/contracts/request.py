@@ -94,6 +94,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         tenant: who is served fairly beside others, by name; "" = whoever names none.
         weight: its share under load, relative to those of other tenants; > 0.
         cache_salt: prefixes are reused among requests of equal salt only (one salt per tenant).
+        session: name of the conversation it belongs to, which a router keeps on one engine; "" =
+            none is known, and its prompt decides.
         prediction: token ids that the client expects as output, offered as copied drafts
             (contract: H3); () = none.
         token_sources: tell with every visible token where it came from.
@@ -117,6 +119,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     weight: float = 1.0
     deadline_s: float = 0.0
     cache_salt: str = ""
+    session: str = ""
     grammar: GrammarSpec | None = None
     prediction: tuple[int, ...] = ()
     token_sources: bool = False

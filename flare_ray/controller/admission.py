@@ -204,6 +204,11 @@ class Admission:
         """Pages that running requests lack for their next rounds."""
         return sum(live.short_pages for live in self.running.values())
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens, prompts and budgets, of those that wait; any thread."""
+        return sum(map(_tokens, tuple(self.waiting)))
+
     def enqueue(self, live: LiveRequest) -> None:
         """Check a new request and queue it.
 
@@ -222,10 +227,9 @@ class Admission:
         limit = f"{self.limits.max_waiting} requests"
         if requests <= 0:
             limit = f"{self.limits.max_waiting_tokens} tokens"
-        waiting = sum(map(_tokens, self.waiting))
         raise Overloaded(
-            f"{len(self.waiting)} requests of {waiting} tokens are waiting, at most {limit} may; "
-            f"retry in {wait_s:.3g} s",
+            f"{len(self.waiting)} requests of {self.waiting_tokens} tokens are waiting, at most "
+            f"{limit} may; retry in {wait_s:.3g} s",
             retry_after_s=wait_s,
         )
 
@@ -234,7 +238,7 @@ class Admission:
         the queue is never too large for it."""
         tokens, most = 0, self.limits.max_waiting_tokens
         if most is not None and len(self.waiting) > 1:
-            tokens = sum(map(_tokens, self.waiting)) - most
+            tokens = self.waiting_tokens - most
         return len(self.waiting) - self.limits.max_waiting, tokens
 
     def _would_run_now(self, live: LiveRequest) -> bool:

@@ -74,7 +74,7 @@ class ControllerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         running: requests that hold a slot.
-        waiting: admitted requests without a slot.
+        waiting / waiting_tokens: admitted requests without a slot / their prompts and budgets.
         free_pages / total_pages: pages nobody holds or has been promised / pages of the pool, the
             null page excluded.
         rounds: programs harvested since the start, prefill included.
@@ -85,6 +85,7 @@ class ControllerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     running: int
     waiting: int
+    waiting_tokens: int
     free_pages: int
     total_pages: int
     rounds: int
@@ -245,6 +246,7 @@ class Controller:
         return ControllerStats(
             running=len(self._admission.running),
             waiting=len(self._admission.waiting),
+            waiting_tokens=self._admission.waiting_tokens,
             free_pages=self._pool.free_pages,
             total_pages=self._pool.total_pages,
             rounds=self._rounds,

@@ -28,6 +28,9 @@ from flare_ray.frontend.sse import EventStream, until_gone
 
 logger = logging.getLogger("ray.serve.flare")
 
+MAX_SESSION_CHARACTERS = 256
+"""Longest name of a session: twice a request id's."""
+
 
 class AnswerWriter(Protocol):
     """Output items in, one API's bytes out."""
@@ -61,7 +64,8 @@ class Generator:
         body, info = await self.read(request)
         unique_id, caller = request_id_of(request), caller_of(request)
         prepared, writer = await prepare(self._settings, info, body, unique_id=unique_id)
-        prepared = _as_allowed(prepared, caller)
+        session = session_of(request.headers, self._settings.session_header)
+        prepared = _as_allowed(prepared, caller, session)
         await caller.book(tokens=sum(prepared.prompt_tokens[:: prepared.choices_per_prompt]))
         if not prepared.stream:
             work = self._whole(prepared, writer, caller, request.headers)
@@ -140,8 +144,23 @@ class MeteredStream:
         await self._caller.spend(tokens)
 
 
-def _as_allowed(prepared: Prepared, caller: Caller) -> Prepared:
-    """The request with the priority, the share and the cache salt that its caller may have.
+def session_of(headers: Mapping[str, str], name: str) -> str:
+    """The session that a request names in the header `name`; "" = none, or no header means one.
+
+    Raises:
+        InvalidRequest: it is longer than MAX_SESSION_CHARACTERS.
+    """
+    session = headers.get(name, "") if name else ""
+    if len(session) > MAX_SESSION_CHARACTERS:
+        raise InvalidRequest(
+            f"{name}: at most {MAX_SESSION_CHARACTERS} characters, got {len(session)}", param=name
+        )
+    return session
+
+
+def _as_allowed(prepared: Prepared, caller: Caller, session: str) -> Prepared:
+    """The request with its session, and the priority, share and cache salt that its caller may
+    have.
 
     Raises:
         InvalidRequest: status 403: it asks for another priority.
@@ -149,11 +168,16 @@ def _as_allowed(prepared: Prepared, caller: Caller) -> Prepared:
     priority = caller.priority(prepared.priority)
     salt = caller.cache_salt(prepared.cache_salt)
     tenant, weight = caller.share
-    if not priority and not salt and not tenant:
+    if not priority and not salt and not tenant and not session:
         return prepared
     requests = tuple(
         msgspec.structs.replace(
-            request, priority=priority, cache_salt=salt, tenant=tenant, weight=weight
+            request,
+            priority=priority,
+            cache_salt=salt,
+            tenant=tenant,
+            weight=weight,
+            session=session,
         )
         for request in prepared.requests
     )

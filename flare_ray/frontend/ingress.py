@@ -114,6 +114,8 @@ def ingress_options(config: DeploymentConfig) -> dict[str, Any]:
             "min_replicas": ingress.min_replicas,
             "max_replicas": ingress.max_replicas,
             "target_ongoing_requests": ingress.target_ongoing_requests,
+            "upscale_delay_s": ingress.upscale_delay_s,
+            "downscale_delay_s": ingress.downscale_delay_s,
         },
         "max_ongoing_requests": ingress.max_ongoing_requests,
         # Beyond that Serve answers by itself instead of holding requests without a bound.

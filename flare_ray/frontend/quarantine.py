@@ -107,6 +107,7 @@ def _fingerprint(request: GenerationRequest) -> bytes:
         reply_to="",
         priority=0,
         cache_salt="",
+        session="",
         sampling=msgspec.structs.replace(request.sampling, seed=0),
     )
     return hashlib.blake2b(msgspec.msgpack.encode(work), digest_size=16).digest()

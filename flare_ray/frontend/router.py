@@ -1,6 +1,6 @@
 """`RemoteClient` over a Ray Serve handle, the replica's ZeroMQ socket and the engine directory.
 
-Serve routes a call to an engine (power of two choices), holds it while there is none, and cancels
+Serve routes a call to an engine (`actors.prefix_router`), holds it while there is none, and cancels
 it with its caller. The directory in the cluster's key-value store says which engines are ready and
 holds their stream secrets and metrics (contract: A5).
 """
@@ -27,7 +27,9 @@ from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.cache import CacheReset, CacheStats
 from flare_ray.contracts.messages import Failed, Finished
 from flare_ray.contracts.request import GenerationRequest
+from flare_ray.contracts.routing import Route
 from flare_ray.contracts.tiers import Tier
+from flare_ray.controller.fleet.affinity import route_of
 from flare_ray.errors import Overloaded
 from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.inprocess import engine_info
@@ -51,10 +53,12 @@ _decode = msgspec.msgpack.Decoder(Finished | Failed).decode
 class HandleCall:
     """`SubmitCall` over the response of a Serve handle."""
 
-    def __init__(self, handle: DeploymentHandle, request: GenerationRequest) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, request: GenerationRequest, route: Route | None = None
+    ) -> None:
         self._request_id = request.request_id
         # The method is unary, so the response is no generator.
-        self._response = cast(DeploymentResponse, handle.submit.remote(_encode(request)))
+        self._response = cast(DeploymentResponse, handle.submit.remote(_encode(request), route))
 
     async def result(self) -> Finished | Failed:
         """See `SubmitCall.result`."""
@@ -177,13 +181,14 @@ class ServeClient:
             heartbeat_timeout_s=config.ingress.heartbeat_timeout_s,
         )
         self.client = RemoteClient(
-            submit=lambda request: HandleCall(handle, request),
+            submit=lambda request: HandleCall(handle, request, self._route(request)),
             outputs=self._receiver,
             table=table,
             find=finder.ready,
             metrics=finder.metrics,
             caches=finder,
         )
+        self._routing = config.ingress.routing
         self._drain = Drain(application)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -198,6 +203,11 @@ class ServeClient:
         for task in self._tasks:
             task.cancel()
         await self._receiver.close()
+
+    def _route(self, request: GenerationRequest) -> Route | None:
+        if self._routing.by == "load":
+            return None
+        return route_of(request, home_pages=self._routing.home_pages)
 
     async def _warm(self) -> None:
         try:

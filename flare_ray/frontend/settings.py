@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.config import DeploymentConfig, EngineConfig, RoutingConfig
 from flare_ray.errors import CheckpointError
 from flare_ray.frontend.access import Access, Ledger
 from flare_ray.frontend.access.keys import KeyRing
@@ -30,6 +30,7 @@ class ApiSettings:
         max_body_bytes: a larger request body is answered 413.
         pool: threads on which the codec runs.
         access: who may ask.
+        session_header: names a session; "" = none does.
         created_s: what /v1/models gives as `created`.
         tracing: makes spans of requests, or none.
     """
@@ -40,6 +41,7 @@ class ApiSettings:
     max_body_bytes: int
     pool: TokenizerPool = field(default_factory=TokenizerPool)
     access: Access = field(default_factory=Access)
+    session_header: str = RoutingConfig().session_header
     created_s: int = field(default_factory=lambda: int(time.time()))
     tracing: Tracing = field(default_factory=Tracing)
 
@@ -54,7 +56,7 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
         CheckpointError: they are missing or broken.
     """
     chat = chat_format(config.engine)
-    path = config.ingress.keys_file
+    path, routing = config.ingress.keys_file, config.ingress.routing
     keys = None if path is None else KeyRing(Path(path))
     return ApiSettings(
         model_name=config.model_name,
@@ -62,6 +64,7 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
         chat=chat,
         max_body_bytes=config.ingress.max_body_bytes,
         access=Access(keys, ledger=ledger),
+        session_header=routing.session_header if routing.by == "prefix" else "",
         tracing=open_tracing(config.model_name) if config.ingress.tracing else Tracing(),
     )
 

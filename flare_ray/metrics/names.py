@@ -102,6 +102,13 @@ REQUESTS_FAILED = Series(
     "Requests that ended with an error, by code; refused ones included.",
     labels=("code",),
 )
+ROUTED_REQUESTS = Series(
+    "flare_router_requests",
+    Kind.COUNTER,
+    "Requests routed here, by choice: known (this engine served the session or prefix before), "
+    "home (they hash to it), guard (theirs had too many open requests), load (nothing to go by).",
+    labels=("choice",),
+)
 PROMPT_TOKENS = Series(
     "flare_prompt_tokens",
     Kind.COUNTER,

@@ -172,7 +172,8 @@ def test_cancelled_call_ends_its_request(launch, listener, checkpoint):
     assert isinstance(end, Failed) and end.code == "cancelled"
     assert isinstance(answer(submit(engine, listener, "b", max_tokens=5)), Finished)
     stats = ray.get(engine.actor.record_autoscaling_stats.remote())
-    assert stats["pages_used_ratio"] == 0.0
+    assert stats == {"waiting_tokens": 0.0, "page_usage": 0.0, "running_requests": 0.0}
+    assert ray.get(engine.actor.record_routing_stats.remote()) == {"ready": True, "open": 0}
 
 
 def test_refusals_are_answers_with_their_status(launch, listener, checkpoint):

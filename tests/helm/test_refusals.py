@@ -139,6 +139,18 @@ REFUSED = {
         {"autoscaler__enabled": True, "autoscaler__maxNodes": 1, "replicas": 2},
         "exceeds maxNodes",
     ),
+    "bounds of engines": (
+        {"engineDeployment__autoscaling": {"max_replicas": 2}, "replicas": 2},
+        "max_replicas is 2, replicas 2",
+    ),
+    "engines without most": ({"engineDeployment__autoscaling": {}}, "max_replicas"),
+    "more engines than nodes": (
+        {
+            "engineDeployment__autoscaling": {"max_replicas": 3},
+            "autoscaler": {"enabled": True, "minNodes": 1, "maxNodes": 1},
+        },
+        "raise it",
+    ),
     "autoscaler's bounds": (
         {"autoscaler": {"enabled": True, "minNodes": 3, "maxNodes": 2}},
         "exceeds maxNodes",

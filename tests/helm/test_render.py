@@ -286,6 +286,25 @@ def test_scaling_changes_nothing_that_restarts_engines_or_rebuilds_the_cluster()
     assert one[1] != three[1]
 
 
+@pytest.mark.parametrize(
+    ("autoscaler", "nodes"), [({}, (3, 3, 3)), ({"autoscaler__enabled": True}, (1, 1, 3))]
+)
+def test_autoscaled_engines_have_their_bounds_in_the_settings_and_nodes_for_the_most(
+    autoscaler, nodes
+):
+    scaling = {"max_replicas": 5, "downscale_delay_s": 900.0}
+    values = changed(
+        named("glm-2gpu"), replicas=2, engineDeployment__autoscaling=scaling, **autoscaler
+    )
+    spec = rayservice(changed(values, worker__gpus=4, worker__cpus=64))["spec"]
+    [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
+    assert tuple(group[key] for key in ("replicas", "minReplicas", "maxReplicas")) == nodes
+    [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
+    assert "deployments" not in application
+    placement = application["args"]["engine_deployment"]
+    assert (placement["replicas"], placement["autoscaling"]) == (2, scaling)
+
+
 def test_chart_version_alone_rebuilds_no_cluster():
     templates = pod_templates(rayservice(named("glm-4gpu"))).values()
     labels = {key for template in templates for key in template["metadata"]["labels"]}

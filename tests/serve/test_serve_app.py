@@ -12,8 +12,12 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from ray._private import state
 from ray.serve.context import _get_global_client
 
+from flare_ray.actors.directory import EngineDirectory
+from flare_ray.config import RoutingConfig
+from flare_ray.contracts.shapes import PAGE_TOKENS
 from flare_ray.errors import CapacityError, ConfigError, FlareError
 from flare_ray.frontend.app import LocalServe, build
 from tests.support.served_checkpoint import alphabet_from, served_checkpoint, served_deployment
@@ -26,6 +30,7 @@ ERROR_LIMIT_S = 3.0
 RECOVERY_LIMIT_S = 60.0
 FREE_LIMIT_S = 15.0
 REFUSAL_LIMIT_S = 30.0
+HOME_TOKENS = RoutingConfig().home_pages * PAGE_TOKENS
 REPORT_S = 1.5
 """Engines write their metrics each second."""
 
@@ -75,6 +80,16 @@ class App:
         families = text_string_to_metric_families(self.get("/metrics").text)
         samples = [s for family in families for s in family.samples if s.name == name]
         return sum(sample.value for sample in samples)
+
+    def routed(self) -> dict[str, float]:
+        """Requests that routers have sent to each engine."""
+        counts: dict[str, float] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").text):
+            for sample in family.samples:
+                if sample.name == "flare_router_requests_total":
+                    name = sample.labels["engine"]
+                    counts[name] = counts.get(name, 0) + sample.value
+        return counts
 
     def idle(self) -> bool:
         """Nothing runs, nothing waits, every page is free."""
@@ -175,6 +190,67 @@ def test_metrics_know_both_engines_whichever_replica_answers(pair):
         seen.add(frozenset(engines))
     assert len(seen) == 1
     assert len(seen.pop()) == 2
+
+
+def test_turns_of_a_conversation_meet_the_engine_that_has_their_prefix(pair):
+    """Whichever HTTP replica takes a turn; by chance one run in 256 would pass."""
+    before = pair.gauge("flare_router_requests_total")
+    cached = []
+    for first in "abcd":
+        prompt = first * HOME_TOKENS
+        for _ in range(3):
+            usage = pair.post(prompt=prompt, max_tokens=2).json()["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+            prompt += "x" * 70
+    later = [tokens for number, tokens in enumerate(cached) if number % 3]
+    assert min(later) >= HOME_TOKENS, cached
+    time.sleep(REPORT_S)
+    assert pair.gauge("flare_router_requests_total") - before == len(cached)
+
+
+def test_salts_share_no_prefix_on_an_engine(pair):
+    def cached(salt: str) -> int:
+        body = {"prompt": "salted" * 60, "max_tokens": 2, "cache_salt": salt}
+        answer = httpx.post(
+            f"{pair.url}/v1/completions",
+            json=completion(**body),
+            headers={"x-session-id": "one engine"},
+            timeout=30.0,
+        )
+        return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached(salt) > 0 for salt in ("one", "two", "one")] == [False, False, True]
+
+
+@pytest.mark.slow
+def test_sessions_of_a_killed_engine_move_to_another_and_stay_there(pair):
+    def ask(count: int) -> set[str]:
+        """Engines that took `count` requests of one session, by their counters."""
+        time.sleep(REPORT_S)
+        before = pair.routed()
+        for _ in range(count):
+            answer = httpx.post(
+                f"{pair.url}/v1/completions",
+                json=completion(max_tokens=3),
+                headers={"x-session-id": "s"},
+                timeout=70.0,
+            )
+            assert answer.status_code == 200, answer.text
+        time.sleep(REPORT_S)
+        return {name for name, number in pair.routed().items() if number > before.get(name, 0)}
+
+    [home] = ask(4)
+    record = EngineDirectory("pair").engine(home)
+    started = time.monotonic()
+    os.kill(state.actors(actor_id=record.actor_id)["Pid"], signal.SIGKILL)
+    [other] = ask(4)
+    print(f"moved, and answered four times, within {time.monotonic() - started:.1f} s")
+    assert other != home
+
+    def living() -> set[str]:
+        return {record.engine_id for record in EngineDirectory("pair").engines()} - {home}
+
+    wait_until(lambda: len(living()) == 2, RECOVERY_LIMIT_S)
 
 
 @pytest.mark.parametrize("stream", [True, False])

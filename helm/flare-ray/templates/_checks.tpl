@@ -98,6 +98,11 @@ mounts it takes neither, but only once KubeRay makes the pod.
 {{- fail (printf "%s.shm %s is more than half of %s.memory %s, and counts towards it" $name $pod.shm $name $pod.memory) -}}
 {{- end -}}
 {{- end -}}
+{{- with $v.engineDeployment.autoscaling -}}
+{{- if le (int64 (.max_replicas | default 0)) (int64 $v.replicas) -}}
+{{- fail (printf "engineDeployment.autoscaling.max_replicas is %d, replicas %d: raise max_replicas, or leave autoscaling out" (int64 (.max_replicas | default 0)) (int64 $v.replicas)) -}}
+{{- end -}}
+{{- end -}}
 {{- $away := int64 $v.podDisruptionBudget.maxUnavailable -}}
 {{- $always := include "flare.leastNodes" . | int64 -}}
 {{- if and $v.podDisruptionBudget.enabled (gt $away 0) (ge $away $always) -}}
@@ -105,13 +110,13 @@ mounts it takes neither, but only once KubeRay makes the pod.
 {{- end -}}
 {{- $a := $v.autoscaler -}}
 {{- if $a.enabled -}}
-{{- $least := kindIs "invalid" $a.minNodes | ternary (int64 $sizing.nodes) (int64 $a.minNodes) -}}
+{{- $least := include "flare.leastNodes" . | int64 -}}
 {{- $most := kindIs "invalid" $a.maxNodes | ternary (int64 $sizing.nodes) (int64 $a.maxNodes) -}}
 {{- if gt $least $most -}}
 {{- fail (printf "autoscaler.minNodes %d exceeds maxNodes %d" $least $most) -}}
 {{- end -}}
 {{- if gt (int64 $sizing.nodes) $most -}}
-{{- fail (printf "replicas %d need %d nodes, autoscaler.maxNodes is %d: raise it" (int64 $v.replicas) (int64 $sizing.nodes) $most) -}}
+{{- fail (printf "%d engine(s) need %d nodes, autoscaler.maxNodes is %d: raise it" (include "flare.engines" . | int64) (int64 $sizing.nodes) $most) -}}
 {{- end -}}
 {{- else if not (and (kindIs "invalid" $a.minNodes) (kindIs "invalid" $a.maxNodes)) -}}
 {{- fail "autoscaler.minNodes and maxNodes need autoscaler.enabled; without it nodes follow from replicas" -}}

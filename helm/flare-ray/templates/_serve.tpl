@@ -1,12 +1,16 @@
 {{/*
 The Serve configuration: the same document as deployments/*.yaml. Engine replicas stand under `deployments:` and not
-in `args:`, since changed arguments restart every engine and a changed number of replicas does not.
+in `args:`, since changed arguments restart every engine and a changed number of replicas does not. With autoscaling
+Serve sets their number itself, and the bounds are arguments.
 */}}
 {{- define "flare.serveConfig" -}}
 {{- $v := .Values -}}
 {{- $preset := include "flare.preset" . | fromYaml -}}
 {{- $engine := merge (dict "checkpoint" (include "flare.checkpoint" .) "recipe" $preset.recipe "tensor_parallel_size" $v.tensorParallelSize "device" $v.device) $v.engine -}}
 {{- $placement := merge (dict "graceful_shutdown_s" $v.longestGenerationSeconds) $v.engineDeployment -}}
+{{- if $v.engineDeployment.autoscaling -}}
+{{- $placement = merge (dict "replicas" (int64 $v.replicas)) $placement -}}
+{{- end -}}
 {{- $ingress := $v.httpReplicas -}}
 {{- if include "flare.keysSecret" . -}}
 {{- $ingress = merge (dict "keys_file" (printf "%s/%s" (include "flare.keysPath" .) $v.apiKeys.key)) $v.httpReplicas -}}
@@ -33,7 +37,9 @@ applications:
         {{- toYaml $placement | nindent 8 }}
       ingress:
         {{- toYaml $ingress | nindent 8 }}
+    {{- if not $v.engineDeployment.autoscaling }}
     deployments:
       - name: Engine
         num_replicas: {{ $v.replicas }}
+    {{- end }}
 {{- end -}}

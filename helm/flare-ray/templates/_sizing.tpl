@@ -122,7 +122,8 @@ What fits where. `flare.sizing` returns a YAML mapping:
 {{- $usable := div (mul $offered (sub 100 $headroom)) 100 -}}
 
 enginesPerNode: {{ $perNode }}
-nodes: {{ ceil (divf $values.replicas (max $perNode 1)) | int64 }}
+nodes: {{ ceil (divf (include "flare.engines" . | int64) (max $perNode 1)) | int64 }}
+fewestNodes: {{ ceil (divf $values.replicas (max $perNode 1)) | int64 }}
 rankBytes: {{ $rank }}
 usableBytes: {{ $usable }}
 tableBytes: {{ $tables }}
@@ -131,9 +132,16 @@ rankSum: {{ printf "weights %s + tables %s + pages %s + state %s + graphs %s + s
 offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib" $usable) (include "flare.gib" $offered) $headroom | quote }}
 {{- end -}}
 
-{{/* Fewest and most worker nodes; without the autoscaler both follow from replicas. */}}
+{{/* Engines that there may be at once. */}}
+{{- define "flare.engines" -}}
+{{- $scaling := .Values.engineDeployment.autoscaling | default dict -}}
+{{ $scaling.max_replicas | default .Values.replicas | int64 }}
+{{- end -}}
+
+{{/* Fewest and most worker nodes; without the autoscaler of nodes both follow from the most engines. */}}
 {{- define "flare.leastNodes" -}}
-{{- $least := (include "flare.sizing" . | fromYaml).nodes -}}
+{{- $sizing := include "flare.sizing" . | fromYaml -}}
+{{- $least := ternary $sizing.fewestNodes $sizing.nodes .Values.autoscaler.enabled -}}
 {{- if and .Values.autoscaler.enabled (not (kindIs "invalid" .Values.autoscaler.minNodes)) -}}
 {{- $least = .Values.autoscaler.minNodes -}}
 {{- end -}}
@@ -157,7 +165,7 @@ offered: {{ printf "%s GiB usable (%s less %d %% headroom)" (include "flare.gib"
 {{- else -}}
 {{- $engine := include "flare.engineCpus" . | float64 -}}
 {{- $total := mul (floor (divf (floor .Values.httpWorkers.cpus) $each) | int64) (int64 .Values.httpWorkers.replicas) -}}
-{{- $left := int64 .Values.replicas -}}
+{{- $left := include "flare.engines" . | int64 -}}
 {{- range until (int $sizing.nodes) -}}
 {{- $here := min $left (int64 $sizing.enginesPerNode) -}}
 {{- $left = sub $left $here -}}

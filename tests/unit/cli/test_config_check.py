@@ -100,6 +100,14 @@ def test_override_of_a_deployment_is_checked_too(override, told):
     assert any(line.startswith(path + told) for line in problems(doc))
 
 
+def test_number_of_autoscaled_engines_is_not_set_twice():
+    doc = document()
+    doc["applications"][0]["args"]["engine_deployment"]["autoscaling"] = {"max_replicas": 3}
+    doc["applications"][0]["deployments"] = [{"name": "Engine", "num_replicas": 2}]
+    path = f"{APPLICATION}.deployments[0].num_replicas"
+    assert any(line.startswith(path) for line in problems(doc))
+
+
 def test_right_bundles_may_be_repeated():
     doc = document()
     rank = {"CPU": 2.0, "GPU": 1.0}
@@ -122,6 +130,28 @@ def test_right_bundles_may_be_repeated():
             "engine.device",
         ),
         ("ingress", {"min_replicas": 9}, "ingress: min_replicas 9 exceeds max_replicas 4"),
+        (
+            "ingress",
+            {"routing": {"by": "load", "load_factor": 2, "spare_requests": 0}},
+            "ingress.routing: by: load uses no load_factor, spare_requests",
+        ),
+        (
+            "ingress",
+            {"routing": {"session_header": "authorization"}},
+            "ingress.routing: session_header authorization has another meaning",
+        ),
+        ("ingress", {"routing": {"session_header": "X-Id"}}, "ingress.routing.session_header"),
+        ("ingress", {"routing": {"load_factor": 0.9}}, "ingress.routing.load_factor"),
+        (
+            "engine_deployment",
+            {"replicas": 3, "autoscaling": {"max_replicas": 3}},
+            "engine_deployment: autoscaling.max_replicas 3 does not exceed replicas 3",
+        ),
+        (
+            "engine_deployment",
+            {"autoscaling": {"max_replicas": 3, "page_usage": 1.5}},
+            "engine_deployment.autoscaling.page_usage",
+        ),
     ],
 )
 def test_wrong_value_is_named_by_its_path(section, values, told):

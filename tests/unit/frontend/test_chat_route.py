@@ -243,6 +243,19 @@ def test_request_id_header_names_the_response(api):
     assert api.client.requests[0].request_id == "chatcmpl-abc-1"
 
 
+def test_session_header_reaches_the_router(api):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    api.post("/v1/chat/completions", body, headers={"X-Session-ID": "talk 7"})
+    api.post("/v1/chat/completions", body)
+    assert [request.session for request in api.client.requests] == ["talk 7", ""]
+
+
+def test_session_that_is_too_long_is_refused(api):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
+    response = api.post("/v1/chat/completions", body, headers={"X-Session-ID": "x" * 257})
+    assert error_of(response, 400)["param"] == "x-session-id"
+
+
 def test_request_id_that_is_no_identifier_is_refused(api):
     response = api.request(
         "POST", "/v1/chat/completions", content=b"{}", headers={"X-Request-ID": "a b"}

@@ -12,6 +12,7 @@ from flare_ray.actors.directory import EngineRecord, EngineReport
 from flare_ray.config import DeploymentConfig
 from flare_ray.contracts.messages import Failed, Finished
 from flare_ray.contracts.request import GenerationRequest, SamplingSpec
+from flare_ray.contracts.routing import Route
 from flare_ray.frontend import router
 from flare_ray.frontend.router import EngineFinder, HandleCall
 from flare_ray.metrics.recorder import Recorder
@@ -34,8 +35,8 @@ class Handle:
     def submit(self):
         return self
 
-    def remote(self, data):
-        self.sent.append(data)
+    def remote(self, data, route=None):
+        self.sent.append((data, route))
         return self
 
     def cancel(self):
@@ -90,8 +91,11 @@ def test_exception_inside_the_engine_is_ours_and_says_no_details():
 
 def test_call_carries_the_request_and_can_be_cancelled():
     handle = Handle(b"")
-    call = HandleCall(handle, REQUEST)
-    assert msgspec.msgpack.decode(handle.sent[0], type=GenerationRequest) == REQUEST
+    route = Route(keys=(b"k",), home=b"k")
+    call = HandleCall(handle, REQUEST, route)
+    [(payload, sent)] = handle.sent
+    assert msgspec.msgpack.decode(payload, type=GenerationRequest) == REQUEST
+    assert sent is route
     call.cancel()
     assert handle.cancelled
 
