@@ -33,10 +33,12 @@ class PrefixRouter(RequestRouter):
     out `FIFOMixin`.
     """
 
-    def initialize_state(self, **kwargs: Any) -> None:
+    def initialize_state(  # type: ignore[override]  # Serve's own takes any keyword
+        self, *, load_factor: float, spare_requests: int, known_prefixes: int
+    ) -> None:
         """Called by Serve with what `router_options` says."""
-        self._guard = LoadGuard(kwargs["load_factor"], kwargs["spare_requests"])
-        self._known = KnownPrefixes(kwargs["known_prefixes"])
+        self._guard = LoadGuard(load_factor, spare_requests)
+        self._known = KnownPrefixes(known_prefixes)
         self._dice = random.Random()
 
     async def choose_replicas(
