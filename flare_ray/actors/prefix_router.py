@@ -22,6 +22,9 @@ from flare_ray.controller.fleet.affinity import (
 
 STATS_PERIOD_S = 1.0
 """Seconds between two looks of Serve's controller at an engine's `routing_stats`."""
+PATIENCE = 4
+"""Times that a request's own engine is proposed while it does not say how loaded it is; Serve waits
+0.1, 0.2, 0.4 and 0.8 s for that."""
 READY = "ready"
 OPEN = "open"
 
@@ -46,17 +49,19 @@ class PrefixRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """The one or two replicas that may take a request; asked again while they are full."""
+        """The one or two replicas that may take a request; asked again until one says that it has
+        room, which on a busy host takes longer than Serve waits at first (0.1 s)."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not replicas or pending_request is None:
             return [candidate_replicas]
         loads = [self._load(name, replica) for name, replica in replicas.items()]
-        route, again = _route_of(pending_request), pending_request.routing_context.should_backoff
-        # Serve waits a little before it asks a third time.
-        pending_request.routing_context.should_backoff = True
-        asked = Route() if again else route
+        pending_request.routing_context.should_backoff = True  # Serve pauses before it asks again
+        route = _route_of(pending_request)
+        route.asked += 1
+        silent = route.asked > PATIENCE
+        asked = Route() if silent else route
         names, choice = choose(asked, loads, self._known, self._guard, self._dice)
-        route.choice = Choice.GUARD if again and route.keys else choice
+        route.choice = Choice.GUARD if silent and route.keys else choice
         return [[replicas[name] for name in names]]
 
     def on_request_routed(
@@ -69,8 +74,9 @@ class PrefixRouter(RequestRouter):
         stats = replica.routing_stats
         # Serve's own count is exact while this replica sends requests, and gone when it does not.
         counted = self.replica_queue_len_cache.get(replica.replica_id)
-        count = stats.get(OPEN, 0) if counted is None else counted
-        return EngineLoad(name, int(count), bool(stats.get(READY, True)))
+        count = int(stats.get(OPEN, 0) if counted is None else counted)
+        has_room = count < replica.max_ongoing_requests
+        return EngineLoad(name, count, has_room and bool(stats.get(READY, True)))
 
 
 def routing_stats(*, ready: bool, open_requests: int) -> dict[str, Any]:

@@ -106,7 +106,8 @@ ROUTED_REQUESTS = Series(
     "flare_router_requests",
     Kind.COUNTER,
     "Requests routed here, by choice: known (this engine served the session or prefix before), "
-    "home (they hash to it), guard (theirs had too many open requests), load (nothing to go by).",
+    "home (they hash to it), guard (theirs had too many open requests, or was silent), load "
+    "(nothing to go by).",
     labels=("choice",),
 )
 PROMPT_TOKENS = Series(
