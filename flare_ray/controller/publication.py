@@ -7,8 +7,6 @@ where latencies are measured, at hand-over.
 
 from __future__ import annotations
 
-import msgspec
-
 from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished, Heartbeat, StreamItem
 from flare_ray.controller.live import LiveRequest
 from flare_ray.controller.ports import OutputPort
@@ -73,11 +71,9 @@ class Publisher:
             return
         # Tokens become visible in the order in which they were generated.
         scores = tuple(live.scores.popleft() for _ in visible.tokens) if live.scores else ()
-        delta = Delta(live.request.request_id, visible.tokens, visible.trim_bytes, scores)
-        if live.sources:
-            sources = bytes(live.sources.popleft() for _ in visible.tokens)
-            delta = msgspec.structs.replace(delta, sources=sources)
-        self._add(live, delta)
+        sources = bytes(live.sources.popleft() for _ in visible.tokens) if live.sources else b""
+        name, trim = live.request.request_id, visible.trim_bytes
+        self._add(live, Delta(name, visible.tokens, trim, scores, sources=sources))
         if live.emitted:
             self._inter_token.observe((now_ns - live.last_delivery_ns) / _NS)
         else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
+from flare_ray.contracts.plan import LanePlan
 from flare_ray.contracts.record import unpack_rows
 from flare_ray.contracts.shapes import (
     GraphKind,
@@ -17,12 +19,19 @@ from flare_ray.contracts.shapes import (
     speculative_shapes,
 )
 from flare_ray.device.graphs.variants import Variant, count_graphs, covers, variants
+from flare_ray.device.sampling.masks import mask_words
 from flare_ray.device.speculation.inputs import FilterBounds, HostFacts, Staging, StaticBuffer
 from flare_ray.errors import ConfigError, ContractViolation
 from tests.support.fake_graphs import CallRecorder
 from tests.support.mixed_rounds import play
 from tests.support.scripted.geometry import Script
-from tests.support.scripted.harness import Driver, Setup, scripted_manifest, scripted_rank
+from tests.support.scripted.harness import (
+    Driver,
+    Sampling,
+    Setup,
+    scripted_manifest,
+    scripted_rank,
+)
 
 SCRIPT = Script(vocab_size=48, order=2, seed=7)
 SETUP = Setup(
@@ -233,3 +242,26 @@ def test_eager_programs_are_priced_by_their_own_runs():
     assert {shape for shape, _ in rank.manifest.prices} == priced(rank)
     assert all(cost > 0 for _, cost in rank.manifest.prices)
     msgspec.json.encode(rank.manifest.prices)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", SETUP.widths)
+def test_priced_programs_have_recorded_what_requests_of_the_usual_kind_need(width, masked):
+    """Their first rounds are replays; without prices the third one of each part is."""
+    words = mask_words(SCRIPT.vocab_size)
+    seen = []
+    for priced_first in (True, False):
+        rank = scripted_rank(SCRIPT, SETUP)
+        rank.warm()
+        if priced_first:
+            rank.price()
+        driver = Driver(rank)
+        usual = Sampling(top_k=0)
+        requests = driver.prefill([driver.open([1, 2, 3], 0, budget=60, sampling=usual)])
+        masks = np.full((width, words), -1, np.int32) if masked else None
+        lane = LanePlan(0, requests[0].epoch, width - 1, mask_row=0 if masked else -1)
+        for _ in range(4):
+            driver.round(requests, width, lanes=[lane], masks=masks)
+        seen.append([replies[0].is_usual for replies in driver.replies[1:]])
+    assert seen[0] == [True] * 4
+    assert seen[1] == [False, False, not (masked and width > 1), True]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from flare_ray.contracts.request import GenerationRequest
@@ -142,9 +142,9 @@ def choose(
     return two_of([engine for engine in ready if engine.name != name], dice), Choice.GUARD
 
 
-def home_of(key: bytes, names: Sequence[str] | dict[str, EngineLoad]) -> str:
+def home_of(key: bytes, names: Iterable[str]) -> str:
     """The engine to which a key hashes, of at least one."""
-    return max(sorted(names), key=lambda name: _score(key, name))
+    return max(names, key=lambda name: (_score(key, name), name))
 
 
 def two_of(engines: Sequence[EngineLoad], dice: random.Random) -> tuple[str, ...]:

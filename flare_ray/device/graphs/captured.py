@@ -57,6 +57,8 @@ class CapturedProgram:
         kinds: its variants, cheapest first.
     """
 
+    is_usual = True
+
     def __init__(
         self, body: RoundBody | PromptBody, kinds: tuple[Variant, ...], recorder: Recorder
     ) -> None:
@@ -64,7 +66,6 @@ class CapturedProgram:
         self.record = body.record
         self.scores = body.scores
         self.prompt_scores = body.prompt_scores
-        self.is_usual = True
         self.watches = False
         self._body = body
         self._recorder = recorder

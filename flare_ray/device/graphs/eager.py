@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from torch import Tensor
 
-from flare_ray.contracts.manifest import PreparedManifest, SamplingDefaults
+from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.plan import MaskAnswer, RoundPlan
 from flare_ray.contracts.shapes import PROMPT_KINDS, GraphShape
 from flare_ray.device.graphs.arena import Arena
@@ -49,8 +49,9 @@ ALL_FILTERS = FilterBounds(
 )
 
 
-def usual_filters(defaults: SamplingDefaults) -> FilterBounds:
-    """Bounds of lanes whose requests leave sampling to these defaults."""
+def usual_filters(manifest: PreparedManifest) -> FilterBounds:
+    """Bounds of lanes whose requests leave sampling to the deployment."""
+    defaults = manifest.sampling_defaults
     greedy = defaults.temperature == 0.0 or defaults.top_k == 1
     always = defaults.reproducible == "always"
     return FilterBounds(
@@ -60,6 +61,7 @@ def usual_filters(defaults: SamplingDefaults) -> FilterBounds:
         any_min_p=not greedy and defaults.min_p > 0.0,
         any_coupled=always,
         every_lane_coupled=always,
+        processed_logprobs=manifest.processed_logprobs,
     )
 
 
@@ -166,7 +168,8 @@ class EagerRound:
         self._body.idle()
         facts = self._coarse(self._warm_facts(self._usual, copies=False))
         if self._replays is not None:
-            for _ in range(2):  # plain, then recorded
+            # Plain, then recorded; what lies behind a barrier one run later.
+            for _ in range(3 if self.shape.has_barrier else 2):
                 self._run_parts(facts)
         took = []
         for _ in range(PRICED_RUNS):
@@ -239,7 +242,7 @@ class EagerBackend:
         self.pool_bytes = 0
         self.arena = Arena(manifest)
         held = Replays() if replays and manifest.device == "cpu" else None
-        usual = usual_filters(manifest.sampling_defaults)
+        usual = usual_filters(manifest)
         self._programs: dict[GraphShape, Program] = {
             shape: EagerPrefill(model, shape, self.arena)
             if shape.kind in PROMPT_KINDS

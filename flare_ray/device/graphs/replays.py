@@ -21,8 +21,9 @@ MOST_RECORDINGS = 128
 MOST_MET = 1024
 """Keys remembered as met once."""
 FEWEST_COLUMNS = 8
-"""Page-table columns in view of any recording, if there are as many: a view this wide costs no more
-than one page, since compiled kernels read visible entries alone."""
+"""Page-table columns in view of any recording, if there are as many. Compiled kernels read visible
+entries alone, so a wider view costs them nothing; attention that gathers its view pays for it
+(NOTES.md)."""
 
 
 class _Held(NamedTuple):
