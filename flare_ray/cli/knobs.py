@@ -27,8 +27,6 @@ REFUSED: Mapping[str, str] = {
     "--page-pool-tokens; `flare-ray plan` prints the sum",
     "--mem-fraction-static": "memory is counted in bytes, not taken as a share: set "
     "--page-pool-tokens; `flare-ray plan` prints the sum",
-    "--chat-template": "the template is the checkpoint's own: put the other one into the "
-    "checkpoint folder as chat_template.jinja",
     "--api-key": "keys stand in a file, so that they can change and have limits: --keys-file",
     "--disable-radix-cache": "prefixes are kept unless --no-prefix-cache is given",
     "--quantization": "weights run in the format the checkpoint declares",
@@ -66,8 +64,8 @@ REFUSED: Mapping[str, str] = {
     "--limit-mm-per-prompt": "images, audio and video are not served yet",
     "--task": "only text generation is served: no embeddings, scores or rewards",
 }
-"""Option of another engine -> what to do here. `--served-model-name` is an option of `serve` and
-`debug-serve` under its own name."""
+"""Option of another engine -> what to do here. `--served-model-name` and `--chat-template` are
+options of `serve` and `debug-serve` under their own names."""
 
 
 def refuse_foreign(arguments: Sequence[str]) -> None:

@@ -48,6 +48,16 @@ _ModelName = Annotated[
 ]
 
 
+_ChatTemplate = Annotated[
+    str | None,
+    typer.Option(
+        help="Jinja template instead of the checkpoint's: a file, or the template itself; replaces "
+        "ingress.chat_template.",
+        metavar="FILE|TEMPLATE",
+    ),
+]
+
+
 class Command(Protocol):
     """A command with its options filled in."""
 
@@ -208,12 +218,14 @@ class Serve(EngineOptions):
     file: _File
     keys_file: _KeysFile = None
     served_model_name: _ModelName = None
+    chat_template: _ChatTemplate = None
 
     def run(self) -> int:
         """Run the server."""
         from flare_ray.cli.serve import HttpOptions, serve_file
 
-        return serve_file(self.file, self, HttpOptions(self.keys_file, self.served_model_name))
+        http = HttpOptions(self.keys_file, self.served_model_name, self.chat_template)
+        return serve_file(self.file, self, http)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,12 +237,13 @@ class DebugServe(EngineOptions):
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000
     keys_file: _KeysFile = None
     served_model_name: _ModelName = None
+    chat_template: _ChatTemplate = None
 
     def run(self) -> int:
         """Run the server."""
         from flare_ray.cli.serve import Address, HttpOptions, debug_serve
 
-        http = HttpOptions(self.keys_file, self.served_model_name)
+        http = HttpOptions(self.keys_file, self.served_model_name, self.chat_template)
         return debug_serve(self.source, self, http, address=Address(self.host, self.port))
 
 

@@ -21,6 +21,7 @@ from flare_ray.cli.config_check import IMPORT_PATH, check_document, read_documen
 from flare_ray.cli.options import EngineOptions, engine_config, merge
 from flare_ray.cli.source import deployment_of, engine_of
 from flare_ray.config import DeploymentConfig
+from flare_ray.config.deployment import is_inline_template
 from flare_ray.errors import ConfigError
 
 POLL_S = 0.25
@@ -73,12 +74,19 @@ class HttpOptions(NamedTuple):
 
     keys_file: Path | None = None
     served_model_name: str | None = None
+    chat_template: str | None = None
 
     def write_into(self, arguments: dict[str, Any]) -> None:
         """Replace settings of a deployment."""
+        ingress: dict[str, Any] = {}
         if self.keys_file is not None:
-            ingress = arguments.get("ingress") or {}
-            arguments["ingress"] = {**ingress, "keys_file": str(self.keys_file.resolve())}
+            ingress["keys_file"] = str(self.keys_file.resolve())
+        if self.chat_template is not None:
+            inline = is_inline_template(self.chat_template)
+            path = self.chat_template if inline else str(Path(self.chat_template).resolve())
+            ingress["chat_template"] = path
+        if ingress:
+            arguments["ingress"] = {**(arguments.get("ingress") or {}), **ingress}
         if self.served_model_name is not None:
             arguments["model_name"] = self.served_model_name
 

@@ -28,6 +28,15 @@ RESERVED_HEADERS = frozenset(
 """Headers that mean something else, in lower case."""
 
 
+TEMPLATE_TAGS = ("{{", "{%", "{#")
+"""What only a template holds; a path holds none of them."""
+
+
+def is_inline_template(chat_template: str) -> bool:
+    """Whether the setting is a template itself and not the path of one."""
+    return any(tag in chat_template for tag in TEMPLATE_TAGS)
+
+
 class EngineAutoscaling(BaseModel, frozen=True, extra="forbid"):
     """When engines are added and given up (`controller.fleet.scaling`)."""
 
@@ -181,6 +190,13 @@ class IngressDeployment(BaseModel, frozen=True, extra="forbid"):
         min_length=1,
         description="YAML or JSON file of API keys and their limits, read again when it changes; "
         "None = whoever reaches the HTTP port may use it.",
+    )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="Jinja template instead of the checkpoint's own, for every API and /tokenize: "
+        "the path of a file, or, where the value holds Jinja tags, the template itself. None = the "
+        "checkpoint's.",
     )
     tracing: bool = Field(
         False,

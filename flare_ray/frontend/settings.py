@@ -52,7 +52,8 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
     Args:
         ledger: where rate limits are booked; None = in this process.
     Raises:
-        ConfigError: the key file cannot be used, or tracing lacks its packages.
+        ConfigError: the key file or the chat template of the settings cannot be used, or tracing
+            lacks its packages.
         CheckpointError: they are missing or broken.
     """
     chat = chat_format(config.engine)
@@ -60,7 +61,9 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
     keys = None if path is None else KeyRing(Path(path))
     return ApiSettings(
         model_name=config.model_name,
-        codec=TextCodec(Path(config.engine.checkpoint), chat),
+        codec=TextCodec(
+            Path(config.engine.checkpoint), chat, chat_template=config.ingress.chat_template
+        ),
         chat=chat,
         max_body_bytes=config.ingress.max_body_bytes,
         access=Access(keys, ledger=ledger),

@@ -17,8 +17,12 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from flare_ray.controller.grammar.token_bytes import load_token_bytes
-from flare_ray.errors import CheckpointError, InvalidRequest
-from flare_ray.frontend.templates.render import ChatTemplate, load_chat_template
+from flare_ray.errors import CheckpointError, ConfigError, InvalidRequest
+from flare_ray.frontend.templates.render import (
+    ChatTemplate,
+    load_chat_template,
+    template_line,
+)
 from flare_ray.recipes.declaration import ChatFormat
 
 Result = TypeVar("Result")
@@ -38,11 +42,13 @@ class TextCodec:
     Args:
         folder: checkpoint.
         chat: the family's tags.
+        chat_template: template instead of the checkpoint's (`ingress.chat_template`).
     Raises:
         CheckpointError: the folder has no readable tokenizer.json, or a broken template.
+        ConfigError: the template given is broken.
     """
 
-    def __init__(self, folder: Path, chat: ChatFormat) -> None:
+    def __init__(self, folder: Path, chat: ChatFormat, *, chat_template: str | None = None) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(f"{file} does not exist; the checkpoint needs its tokenizer.json")
@@ -64,10 +70,10 @@ class TextCodec:
             if not added[token].special and added[token].content.strip()
         ]
         self.template: ChatTemplate | None = load_chat_template(
-            folder, control, tags, recipe=chat.template
+            folder, control, tags, recipe=chat.template, given=chat_template
         )
         if self.template is not None:
-            self._try_template(folder)
+            self._try_template(self.template)
 
     def encode_prompt(self, text: str, *, special: bool = True) -> list[int]:
         """Ids of a plain prompt, with whatever the tokeniser itself puts around a text unless
@@ -130,14 +136,17 @@ class TextCodec:
         _unchanged(tokenizer)
         return tokenizer
 
-    def _try_template(self, folder: Path) -> None:
+    def _try_template(self, template: ChatTemplate) -> None:
         """Render once, so that a template that cannot work fails at start-up and not in a request;
         it also imports the renderer, which takes about a second."""
         try:
             self.encode_chat([{"role": "user", "content": "."}], tools=None, options={})
         except InvalidRequest as error:
-            raise CheckpointError(
-                f"the chat template of {folder} cannot render one user message: {error}"
+            line = template_line(error.__cause__)
+            kind = ConfigError if template.given else CheckpointError
+            raise kind(
+                f"{template.name} cannot render one user message"
+                f"{'' if line is None else f', line {line}'}: {error}"
             ) from error
 
 

@@ -1,9 +1,10 @@
 """Renders a conversation with the checkpoint's template through transformers' sandbox.
 
-The template is the checkpoint's property and is never edited here. What the frontend adds is that
-control tokens and tags which occur *inside* a client's strings are told apart from those that the
-template writes, so that they can be encoded as the plain text they are (`tokenizer.py`): a document
-that quotes `<|end|>` must not end a turn, one that quotes `<tool_call>` must not open a call.
+The template is the checkpoint's, or the deployment's, and is never edited here. What the frontend
+adds is that control tokens and tags which occur *inside* a client's strings are told apart from
+those that the template writes, so that they can be encoded as the plain text they are
+(`tokenizer.py`): a document that quotes `<|end|>` must not end a turn, one that quotes
+`<tool_call>` must not open a call.
 
 For that the conversation is rendered twice, as it is and with private-use characters around each
 such token, and the second text without its marks must be the first, character by character: the
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -21,7 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from flare_ray.errors import CheckpointError, InvalidRequest
+from flare_ray.config.deployment import is_inline_template
+from flare_ray.errors import CheckpointError, ConfigError, InvalidRequest
 
 FIRST_MARK, LAST_MARK = 0xF0F00, 0xFFFFD
 """Private-use characters from which marks are taken: the first two that a conversation lacks."""
@@ -30,6 +33,11 @@ RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 )
 """Template variables that the routes set themselves; `chat_template_kwargs` may not."""
+
+FOREIGN_ERRORS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What Python raises inside a template that meets values it was not written for."""
+TEMPLATE_FILE = "<template>"
+"""Jinja's name, in tracebacks, for a template that was no file."""
 
 Marks = tuple[str, str]
 """Characters before and after a token that a client wrote."""
@@ -41,6 +49,8 @@ class ChatTemplate:
     """One template.
 
     Attributes:
+        name: what to call it in messages.
+        given: it is the deployment's, not the checkpoint's.
         source: Jinja text.
         constants: special tokens a template may name (`bos_token`, ...).
         control_tokens: texts of special tokens: markup wherever the template writes them.
@@ -49,6 +59,8 @@ class ChatTemplate:
         variables: names the template reads and a client may set.
     """
 
+    name: str
+    given: bool
     source: str
     constants: Mapping[str, str]
     control_tokens: tuple[str, ...]
@@ -85,7 +97,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **{**self.constants, **options},
             )
-        except TemplateError as error:
+        except (TemplateError, *FOREIGN_ERRORS) as error:
             raise InvalidRequest(
                 f"the chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -212,40 +224,48 @@ def split_marked(rendered: str, marks: Marks) -> list[Piece]:
 
 
 def load_chat_template(
-    folder: Path, control_tokens: Sequence[str], tags: Sequence[str] = (), *, recipe: str = ""
+    folder: Path,
+    control_tokens: Sequence[str],
+    tags: Sequence[str] = (),
+    *,
+    recipe: str = "",
+    given: str | None = None,
 ) -> ChatTemplate | None:
-    """The template of a checkpoint folder: `chat_template.jinja`, else `tokenizer_config.json`.
+    """The template of a deployment: the one given, else that of the checkpoint's folder
+    (`chat_template.jinja`, then `tokenizer_config.json`), else the recipe's.
 
     Args:
-        folder: checkpoint.
+        folder: checkpoint; its special tokens are the constants of any template.
         control_tokens: texts of its special tokens.
         tags: texts of its other added tokens.
         recipe: `package:file` of the template that the recipe brings for checkpoints without one.
+        given: `ingress.chat_template`.
     Returns:
-        None if neither the checkpoint nor its recipe has a template.
+        None if there is none of the three.
     Raises:
-        CheckpointError: a template exists and cannot be read or compiled.
+        ConfigError: the one given cannot be read or compiled; names the line.
+        CheckpointError: the checkpoint's cannot.
     """
     from jinja2 import Environment, TemplateSyntaxError, meta
     from jinja2.ext import loopcontrols
 
-    config: dict[str, Any] = {}
-    config_file = folder / "tokenizer_config.json"
-    if config_file.is_file():
-        try:
-            config = json.loads(config_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise CheckpointError(f"{config_file} is not JSON: {error}") from error
-    source = _template_source(folder, config)
-    if source is None and recipe:
-        package, _, file = recipe.partition(":")
-        source = resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    config = _tokenizer_config(folder)
+    name, source = f"the chat template of {folder}", None
+    if given is not None:
+        name, source = _given_source(given)
+    else:
+        source = _template_source(folder, config)
+        if source is None and recipe:
+            package, _, file = recipe.partition(":")
+            source = resources.files(package).joinpath(file).read_text(encoding="utf-8")
     if source is None:
         return None
     try:
         tree = Environment(extensions=[loopcontrols, _generation_tag()]).parse(source)
+        undeclared = meta.find_undeclared_variables(tree)
     except TemplateSyntaxError as error:
-        raise CheckpointError(f"the chat template of {folder} does not compile: {error}") from error
+        kind = CheckpointError if given is None else ConfigError
+        raise kind(f"{name} does not compile, line {error.lineno}: {error.message}") from error
     constants = {
         name: value if isinstance(value, str) else value["content"]
         for name, value in config.items()
@@ -253,8 +273,51 @@ def load_chat_template(
     }
     # Names a template only ever assigns (loops, set) are not undeclared; helpers are functions.
     helpers = {"raise_exception", "strftime_now", "namespace", "range", "dict", "cycler", "joiner"}
-    variables = meta.find_undeclared_variables(tree) - helpers - RESERVED_VARIABLES - set(constants)
-    return ChatTemplate(source, constants, tuple(control_tokens), tuple(tags), frozenset(variables))
+    variables = undeclared - helpers - RESERVED_VARIABLES - set(constants)
+    return ChatTemplate(
+        name=name,
+        given=given is not None,
+        source=source,
+        constants=constants,
+        control_tokens=tuple(control_tokens),
+        tags=tuple(tags),
+        variables=frozenset(variables),
+    )
+
+
+def _tokenizer_config(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}") from error
+    return config
+
+
+def template_line(error: BaseException | None) -> int | None:
+    """Line of a template at which an error arose; None = in no line of it."""
+    from jinja2 import TemplateSyntaxError
+
+    if error is None:
+        return None
+    if isinstance(error, TemplateSyntaxError):
+        return error.lineno
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == TEMPLATE_FILE]
+    return lines[-1] if lines else None
+
+
+def _given_source(given: str) -> tuple[str, str]:
+    """What to call the template that a deployment brings, and its text."""
+    setting = "the chat template (ingress.chat_template)"
+    if is_inline_template(given):
+        return setting, given
+    try:
+        return f"the chat template {given}", Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{setting} cannot be read: {error}") from error
 
 
 def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:

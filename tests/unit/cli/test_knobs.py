@@ -66,6 +66,18 @@ def test_served_model_name_and_keys_replace_the_files(monkeypatch, tmp_path):
     assert config.ingress.keys_file == str(keys)
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_chat_template_replaces_the_files(monkeypatch, tmp_path, inline):
+    monkeypatch.chdir(tmp_path)
+    value = "{{ messages[0].content }}" if inline else "mine.jinja"
+    _, http = given_to_serve(monkeypatch, ["--chat-template", value, "--keys-file", "k.yaml"])
+    document = read_document(DEMO)
+    http.write_into(document["applications"][0]["args"])
+    ingress = check_document(document, name="f").configs["flare"].ingress
+    assert ingress.chat_template == (value if inline else str(tmp_path / value))
+    assert ingress.keys_file == str(tmp_path / "k.yaml")
+
+
 @pytest.mark.parametrize("command", ["serve", "debug-serve", "plan"])
 @pytest.mark.parametrize("flag", sorted(REFUSED))
 def test_absent_option_is_refused_by_name(monkeypatch, capsys, command, flag):
@@ -80,7 +92,7 @@ def test_refused_options_are_no_options_of_ours():
     told = CliRunner().invoke(commands.app, ["serve", "--help"]).output
     taken = {word.strip(",/ ") for word in told.replace("/", " ").split() if word.startswith("--")}
     assert not taken & set(REFUSED)
-    assert {"--max-model-len", "--served-model-name"} <= taken
+    assert {"--max-model-len", "--served-model-name", "--chat-template"} <= taken
 
 
 def test_foreign_key_in_a_file_is_answered_with_ours():
@@ -100,6 +112,9 @@ def test_page_lists_every_name_once():
             shown = name.partition("/")[0]
             (row,) = [row for row in rows if row.startswith(f"| `{shown}`")]
             assert f"`engine.{SETTINGS[option]}`" in row
+    for flag, setting in (("served-model-name", "model_name"), ("chat-template", "ingress.chat")):
+        (row,) = [row for row in rows if row.startswith(f"| `--{flag}`")]
+        assert f"the same, setting `{setting}" in row
     for flag, answer in REFUSED.items():
         (row,) = [row for row in rows if row.startswith(f"| `{flag}`")]
         assert row == f"| `{flag}` | refused: {answer} |"

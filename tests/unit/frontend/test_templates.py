@@ -227,10 +227,10 @@ def test_template_file_wins_over_the_tokenizer_config(tmp_path):
 
 def test_template_that_does_not_compile_or_render_is_a_checkpoint_error(tmp_path):
     write_chat_checkpoint(tmp_path, template="{% if %}")
-    with pytest.raises(CheckpointError, match="does not compile"):
+    with pytest.raises(CheckpointError, match="does not compile, line 1"):
         TextCodec(tmp_path, CHAT)
     write_chat_checkpoint(tmp_path, template="{{ raise_exception('never') }}")
-    with pytest.raises(CheckpointError, match="never"):
+    with pytest.raises(CheckpointError, match=r"line 1: .*never"):
         TextCodec(tmp_path, CHAT)
 
 
