@@ -203,6 +203,9 @@ class IngressDeployment(BaseModel, frozen=True, extra="forbid"):
         description="OpenTelemetry spans of requests, sent where the OTEL_* variables of the HTTP "
         "replicas say; needs the tracing extra.",
     )
+    page: bool = Field(
+        True, description="Serve a page with chat and status at /ui/; it asks the routes below it."
+    )
     heartbeat_timeout_s: float = Field(
         10.0, gt=0, description="Seconds without an engine's heartbeat that end its requests."
     )

@@ -7,6 +7,7 @@
     GET /health   ready: 200, or 503 until an engine is     GET /health/live   this process answers
     GET /metrics  Prometheus text of all engines            /admin/...   see `admin.py`
     GET /openapi.json
+    GET /ui/      the page of `page/`, unless `ingress.page` is off
 
 Other routes of these APIs are refused by name (`openai/refused.py`). Health and metrics need no API
 key: probes and scrapers have none.
@@ -40,6 +41,7 @@ from flare_ray.frontend.openai.refused import REFUSED, refusal
 from flare_ray.frontend.openai.responses import ModelEntry, ModelList, encode
 from flare_ray.frontend.openai.tokens import detokenize, tokenize
 from flare_ray.frontend.openapi import document
+from flare_ray.frontend.page import page_routes
 from flare_ray.frontend.responses.prepare import prepare_response
 from flare_ray.frontend.settings import ApiSettings
 
@@ -75,6 +77,8 @@ def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
     admin = AdminRoutes(client)
     app.add_route("/admin/cache", guarded(admin.cache), methods=["GET"])
     app.add_route("/admin/cache/reset", guarded(admin.reset), methods=["POST"])
+    for path, file in page_routes() if settings.page else ():
+        app.add_route(path, guarded(file), methods=["GET"])
     for name in REFUSED:
         for path in (f"/v1/{name}", f"/v1/{name}/{{rest:path}}"):
             app.add_route(path, guarded(_refused), methods=list(EVERY_METHOD))

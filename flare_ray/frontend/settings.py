@@ -33,6 +33,7 @@ class ApiSettings:
         session_header: names a session; "" = none does.
         created_s: what /v1/models gives as `created`.
         tracing: makes spans of requests, or none.
+        page: the browser page is served too.
     """
 
     model_name: str
@@ -44,6 +45,7 @@ class ApiSettings:
     session_header: str = RoutingConfig().session_header
     created_s: int = field(default_factory=lambda: int(time.time()))
     tracing: Tracing = field(default_factory=Tracing)
+    page: bool = True
 
 
 def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> ApiSettings:
@@ -69,6 +71,7 @@ def load_settings(config: DeploymentConfig, *, ledger: Ledger | None = None) -> 
         access=Access(keys, ledger=ledger),
         session_header=routing.session_header if routing.by == "prefix" else "",
         tracing=open_tracing(config.model_name) if config.ingress.tracing else Tracing(),
+        page=config.ingress.page,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import uvicorn
 
+from flare_ray.frontend.access import Access
 from flare_ray.frontend.api import build_api
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.tokenizer import TextCodec
@@ -35,15 +36,27 @@ def wait_running(engine: FakeEngineClient, wanted: Set[str] = frozenset()) -> No
 
 @contextmanager
 def http_server(
-    codec: TextCodec, port: int, script: Script | None = None, *, send_buffer: int = 0
+    codec: TextCodec,
+    port: int,
+    script: Script | None = None,
+    *,
+    send_buffer: int = 0,
+    access: Access | None = None,
 ) -> Iterator[tuple[FakeEngineClient, str]]:
     """Serve until the block ends; yields the engine and the base URL without a path.
 
     Args:
         send_buffer: bytes that the kernel keeps for a client that does not read; 0 = what it likes.
+        access: who may ask; None = anyone.
     """
     client = FakeEngineClient(script)
-    settings = ApiSettings(model_name="tiny", codec=codec, chat=CHAT, max_body_bytes=1 << 20)
+    settings = ApiSettings(
+        model_name="tiny",
+        codec=codec,
+        chat=CHAT,
+        max_body_bytes=1 << 20,
+        access=access or Access(),
+    )
     app = build_api(client, settings)
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     listener = socket.socket()
