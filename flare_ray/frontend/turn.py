@@ -8,7 +8,7 @@ from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.parsers import ChatEvent, ChatParser
 from flare_ray.frontend.parsers.events import append_event
 from flare_ray.frontend.settings import ApiSettings
-from flare_ray.frontend.sources import SOURCE_NAMES, SourceTrail
+from flare_ray.frontend.sources import SOURCE_NAMES, SourceTrail, TokenTrail
 
 
 class Turn:
@@ -17,9 +17,15 @@ class Turn:
     Attributes:
         reasoning_tokens: tokens of reasoning so far, its closing tag included.
         trail: gives the sources of the texts in events, in order; None = nobody asked for them.
+        token_trail: gives the places of their tokens in the output; None likewise.
+
+    Args:
+        by_token: follow tokens to the texts that show them.
     """
 
-    def __init__(self, settings: ApiSettings, prepared: Prepared) -> None:
+    def __init__(
+        self, settings: ApiSettings, prepared: Prepared, *, by_token: bool = False
+    ) -> None:
         self._detokenizer = IncrementalDetokenizer(settings.codec.token_bytes)
         self._parser = ChatParser(
             settings.chat,
@@ -27,9 +33,11 @@ class Turn:
             inside_reasoning=prepared.inside_reasoning,
             data_answer=prepared.data_answer,
             in_parts=prepared.stream,
-            traced=prepared.token_sources,
+            traced=prepared.token_sources or by_token,
         )
         self.trail = SourceTrail() if prepared.token_sources else None
+        self.token_trail = TokenTrail() if by_token else None
+        self._last_token = -1
         self._last_source = int(TokenSource.TARGET)
         self.reasoning_tokens = 0
         self._undecided_tokens = 0
@@ -42,7 +50,7 @@ class Turn:
     def add(self, delta: Delta) -> list[ChatEvent]:
         """What newly visible tokens complete; empty while text is held back."""
         billed = self._parser.in_reasoning or self._parser.undecided
-        if not billed and self.trail is None:
+        if not billed and not self._traced:
             return self._push(delta.tokens, delta.trim_bytes)
         # One by one: a delta may leave reasoning in its middle, tokens are billed by kind, and each
         # has a source of its own.
@@ -51,6 +59,7 @@ class Turn:
         for i, token in enumerate(delta.tokens):
             self.reasoning_tokens += self._parser.in_reasoning
             self._undecided_tokens += self._parser.undecided
+            self._last_token += 1
             if self.trail is not None:
                 self._last_source = delta.sources[i]
             for event in self._push((token,), delta.trim_bytes if i == last else 0):
@@ -65,21 +74,37 @@ class Turn:
         """What was held back until the answer's end."""
         if self._parser.undecided:
             self.reasoning_tokens += self._undecided_tokens
-        events = self._feed(self._detokenizer.finish())
+        text = self._detokenizer.finish()
+        events = self._feed(text) if text else []
         for event in self._parser.finish():
             append_event(events, event)
-        if self.trail is not None:
-            self.trail.show(self._parser.take_shown())
+        self._show()
         return events
+
+    @property
+    def _traced(self) -> bool:
+        return self.trail is not None or self.token_trail is not None
 
     def _push(self, tokens: tuple[int, ...], trim_bytes: int) -> list[ChatEvent]:
         text = self._detokenizer.push(tokens, trim_bytes=trim_bytes)
+        if not text and self.token_trail is not None:
+            self.token_trail.feed(0, self._last_token)
         return self._feed(text) if text else []
 
     def _feed(self, text: str) -> list[ChatEvent]:
-        if self.trail is None:
-            return self._parser.feed(text)
-        self.trail.feed(len(text), SOURCE_NAMES[self._last_source])
+        if self.trail is not None:
+            self.trail.feed(len(text), SOURCE_NAMES[self._last_source])
+        if self.token_trail is not None:
+            self.token_trail.feed(len(text), self._last_token)
         events = self._parser.feed(text)
-        self.trail.show(self._parser.take_shown())
+        self._show()
         return events
+
+    def _show(self) -> None:
+        """Tell the trails what the parser handed out."""
+        if not self._traced:
+            return
+        places = self._parser.take_shown()
+        for trail in (self.trail, self.token_trail):
+            if trail is not None:
+                trail.show(places)

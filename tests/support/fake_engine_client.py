@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from flare_ray.contracts.cache import CacheReset, CacheStats, TierStats
 from flare_ray.contracts.manifest import SamplingDefaults
 from flare_ray.contracts.messages import Delta, Failed, Finished
+from flare_ray.contracts.record import TokenScore
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import FlareError, Overloaded
@@ -124,7 +125,7 @@ def byte_tokens(text: str | bytes) -> tuple[int, ...]:
 
 
 def answer(text: str, *, step: int = 3, reason: str = "stop", pause: float | None = None) -> Script:
-    """Script that emits `text` in pieces of `step` bytes and ends well."""
+    """Script that emits `text` in pieces of `step` bytes and ends well; every token is certain."""
 
     def script(request: GenerationRequest) -> list[Step]:
         tokens = byte_tokens(text)
@@ -134,7 +135,8 @@ def answer(text: str, *, step: int = 3, reason: str = "stop", pause: float | Non
                 steps.append(pause)
             piece = tokens[start : start + step]
             sources = bytes(len(piece)) if request.token_sources else b""
-            steps.append(Delta(request.request_id, piece, sources=sources))
+            scores = (TokenScore(0.0),) * len(piece) if request.top_logprobs >= 0 else ()
+            steps.append(Delta(request.request_id, piece, scores=scores, sources=sources))
         finished = Finished(
             request.request_id, reason, len(request.prompt_tokens), len(tokens) + (reason == "stop")
         )

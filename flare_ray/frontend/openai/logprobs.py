@@ -7,7 +7,7 @@ Entries wait until their chunk is sent: a token may show no text yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from flare_ray.contracts.messages import Delta
 from flare_ray.contracts.record import TokenScore
@@ -58,20 +58,25 @@ class ScoredTokens:
         """What was not handed out yet, in the shape of a chat; None where nothing was asked for."""
         if not self._wanted:
             return None
-        content = [
-            TokenLogprob(
-                self._spelling(token),
-                _finite(score.logprob),
-                list(self._bytes(token)),
-                [
-                    Alternative(self._spelling(other), _finite(logprob), list(self._bytes(other)))
-                    for other, logprob in zip(score.top_ids, score.top_logprobs, strict=True)
-                ],
-            )
-            for token, score in self._take()
-            if score is not None
-        ]
-        return ChatLogprobs(content)
+        taken = self._take()
+        return ChatLogprobs([self.entry(t, score) for t, score in taken if score is not None])
+
+    def entry(self, token: int, score: TokenScore) -> TokenLogprob:
+        """One token in the shape of a chat."""
+        return TokenLogprob(
+            self._spelling(token),
+            _finite(score.logprob),
+            list(self._bytes(token)),
+            [
+                Alternative(self._spelling(other), _finite(logprob), list(self._bytes(other)))
+                for other, logprob in zip(score.top_ids, score.top_logprobs, strict=True)
+            ],
+        )
+
+    def at(self, places: Iterable[int]) -> list[TokenLogprob]:
+        """The tokens of these places, counted from the output's first, in the shape of a chat."""
+        taken = (self._tokens[place] for place in places)
+        return [self.entry(token, score) for token, score in taken if score is not None]
 
     def text(self) -> TextLogprobs | None:
         """What was not handed out yet, in the shape of a text completion."""

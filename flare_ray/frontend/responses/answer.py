@@ -10,7 +10,7 @@ Events are numbered from 0. The whole answer is what the last event carries.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ import msgspec
 from flare_ray.contracts import messages
 from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.frontend.client import EngineInfo, RequestStream
+from flare_ray.frontend.openai.logprobs import ScoredTokens
 from flare_ray.frontend.openai.prepare import Prepared
-from flare_ray.frontend.openai.responses import encode
+from flare_ray.frontend.openai.responses import TokenLogprob, encode
 from flare_ray.frontend.parsers import (
     CallArguments,
     CallEnd,
@@ -39,6 +40,7 @@ Lifecycle = (
     type[r.Created] | type[r.InProgress] | type[r.Completed] | type[r.Truncated] | type[r.Failed]
 )
 """Events about a response as a whole."""
+Scores = Callable[[str], list[TokenLogprob]]
 
 
 class ItemWriter:
@@ -46,10 +48,17 @@ class ItemWriter:
 
     A message opens with its first letter that is no white space: what models write between
     reasoning and a call is layout.
+
+    Args:
+        scores: log-probabilities of the tokens that a piece of text begins to show; called with
+            every piece, in order. None = nobody asked for them.
     """
 
-    def __init__(self, unique_id: str) -> None:
+    def __init__(self, unique_id: str, scores: Scores | None = None) -> None:
         self._unique_id = unique_id
+        self._scores: Scores = scores or (lambda text: [])
+        self._layout_scores: list[TokenLogprob] = []
+        self._message_scores: list[TokenLogprob] = []
         self._open: type[r.MessageItem] | type[r.ReasoningItem] | None = None
         self._pieces: list[str] = []
         self._layout = ""
@@ -69,16 +78,22 @@ class ItemWriter:
             elif isinstance(item, CallEnd):
                 out += self._end_call(item)
             elif isinstance(item, ContentText):
-                text = item.text
-                if self._open is not r.MessageItem:
-                    self._layout += text
-                    if not self._layout.strip():
-                        continue
-                    text, self._layout = self._layout, ""
-                out += self._grow(r.MessageItem, text)
+                out += self._content(item.text)
             else:
+                self._scores(item.text)
                 out += self._grow(r.ReasoningItem, item.text)
         return out
+
+    def _content(self, text: str) -> list[msgspec.Struct]:
+        scores = self._scores(text)
+        if self._open is not r.MessageItem:
+            self._layout += text
+            self._layout_scores += scores
+            if not self._layout.strip():
+                return []
+            text, self._layout = self._layout, ""
+            scores, self._layout_scores = self._layout_scores, []
+        return self._grow(r.MessageItem, text, scores)
 
     def close(self, status: str = "completed") -> list[msgspec.Struct]:
         """End the item that is open, if any."""
@@ -86,12 +101,15 @@ class ItemWriter:
             return []
         item = self._item("".join(self._pieces), status)
         part: r.Part = item.content[0]
-        done: type[r.TextDone] | type[r.ReasoningDone] = r.TextDone
-        if isinstance(item, r.ReasoningItem):
-            done = r.ReasoningDone
         where = self._where()
+        if isinstance(part, r.OutputText):
+            done: msgspec.Struct = r.TextDone(
+                sequence_number=self._next(), **where, text=part.text, logprobs=part.logprobs
+            )
+        else:
+            done = r.ReasoningDone(sequence_number=self._next(), **where, text=part.text)
         out: list[msgspec.Struct] = [
-            done(sequence_number=self._next(), **where, text=part.text),
+            done,
             r.PartDone(sequence_number=self._next(), **where, part=part),
             r.ItemDone(sequence_number=self._next(), output_index=len(self.items), item=item),
         ]
@@ -104,12 +122,15 @@ class ItemWriter:
         return [kind(sequence_number=self._next(), response=response) for kind in kinds]
 
     def _grow(
-        self, kind: type[r.MessageItem] | type[r.ReasoningItem], text: str
+        self,
+        kind: type[r.MessageItem] | type[r.ReasoningItem],
+        text: str,
+        scores: Sequence[TokenLogprob] = (),
     ) -> list[msgspec.Struct]:
         out: list[msgspec.Struct] = []
         if self._open is not kind:
             out = self.close()
-            self._open, self._pieces = kind, []
+            self._open, self._pieces, self._message_scores = kind, [], []
             empty = self._item("", "in_progress")
             part: r.Part = empty.content[0]
             shell = msgspec.structs.replace(empty, content=[])
@@ -118,8 +139,12 @@ class ItemWriter:
             )
             out.append(r.PartAdded(sequence_number=self._next(), **self._where(), part=part))
         self._pieces.append(text)
-        delta = r.TextDelta if kind is r.MessageItem else r.ReasoningDelta
-        return [*out, delta(sequence_number=self._next(), **self._where(), delta=text)]
+        self._message_scores += scores
+        number, where = self._next(), self._where()
+        if kind is r.MessageItem:
+            more = list(scores)
+            return [*out, r.TextDelta(sequence_number=number, **where, delta=text, logprobs=more)]
+        return [*out, r.ReasoningDelta(sequence_number=number, **where, delta=text)]
 
     def _whole_call(self, call: ToolCall) -> list[msgspec.Struct]:
         return [
@@ -129,7 +154,7 @@ class ItemWriter:
         ]
 
     def _start_call(self, call: CallStart) -> list[msgspec.Struct]:
-        out, self._layout = self.close(), ""
+        out, self._layout, self._layout_scores = self.close(), "", []
         index = len(self.items)
         item = r.CallItem(
             id=f"fc_{self._unique_id}_{index}",
@@ -172,7 +197,7 @@ class ItemWriter:
 
     def _item(self, text: str, status: str) -> r.MessageItem | r.ReasoningItem:
         if self._open is r.MessageItem:
-            content = [r.OutputText(text=text)]
+            content = [r.OutputText(text=text, logprobs=list(self._message_scores))]
             return r.MessageItem(id=self._where()["item_id"], status=status, content=content)
         parts = [r.ReasoningPart(text=text)]
         return r.ReasoningItem(id=self._where()["item_id"], status=status, content=parts)
@@ -194,8 +219,10 @@ class ResponseAnswer:
         self, settings: ApiSettings, prepared: Prepared, body: ResponseBody, info: EngineInfo
     ) -> None:
         self._prepared = prepared
-        self._turn = Turn(settings, prepared)
-        self._writer = ItemWriter(prepared.response_id.removeprefix("resp_"))
+        self._turn = Turn(settings, prepared, by_token=body.scored)
+        self._scored = ScoredTokens(settings.codec.token_bytes, wanted=body.scored)
+        unique_id = prepared.response_id.removeprefix("resp_")
+        self._writer = ItemWriter(unique_id, self._scores_of if body.scored else None)
         given, defaults = body.model_dump(by_alias=True), info.sampling_defaults
         text = given["text"] or {}
         self._shell = r.Response(
@@ -213,6 +240,7 @@ class ResponseAnswer:
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_p=_first(body.top_p, defaults.top_p),
+            top_logprobs=body.top_logprobs or 0,
             usage=None,
             user=body.user,
             metadata=body.metadata or {},
@@ -229,7 +257,7 @@ class ResponseAnswer:
             if isinstance(item, messages.Failed):
                 raise failure_error(item)
             if isinstance(item, Delta):
-                self._writer.write(self._turn.add(item))
+                self._write(item)
             else:
                 finished = item
         assert finished is not None
@@ -244,13 +272,21 @@ class ResponseAnswer:
                 yield _joined(self._failed(item))
                 return
             if isinstance(item, Delta):
-                events = self._writer.write(self._turn.add(item))
+                events = self._write(item)
             else:
                 events = self._finish(item)
                 kind = r.Truncated if item.reason == "length" else r.Completed
                 events += self._writer.lifecycle((kind,), self._ended(item))
             if events:
                 yield _joined(events)
+
+    def _write(self, delta: Delta) -> list[msgspec.Struct]:
+        self._scored.add(delta)
+        return self._writer.write(self._turn.add(delta))
+
+    def _scores_of(self, text: str) -> list[TokenLogprob]:
+        assert self._turn.token_trail is not None
+        return self._scored.at(self._turn.token_trail.take(text))
 
     def _finish(self, finished: Finished) -> list[msgspec.Struct]:
         status = "incomplete" if finished.reason == "length" else "completed"
@@ -262,6 +298,7 @@ class ResponseAnswer:
         return msgspec.structs.replace(
             self._shell,
             status="incomplete" if cut else "completed",
+            completed_at=None if cut else int(time.time()),
             incomplete_details=r.Incomplete("max_output_tokens") if cut else None,
             output=self._writer.items,
             usage=r.Usage(

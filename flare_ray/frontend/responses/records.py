@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from flare_ray.frontend.openai.responses import TokenLogprob
+
 
 class _Typed(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     pass
@@ -16,7 +18,7 @@ class OutputText(_Typed, frozen=True, kw_only=True, tag="output_text"):
 
     text: str
     annotations: list[Any] = []
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningPart(_Typed, frozen=True, kw_only=True, tag="reasoning_text"):
@@ -99,6 +101,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "response"
     created_at: int
+    completed_at: int | None = None
     status: str
     error: Failure | None = None
     incomplete_details: Incomplete | None = None
@@ -116,6 +119,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: Any
     tools: list[Any]
     top_p: float
+    top_logprobs: int = 0
     truncation: str = "disabled"
     service_tier: str = "default"
     usage: Usage | None
@@ -196,14 +200,14 @@ class TextDelta(_InPart, frozen=True, kw_only=True, tag="response.output_text.de
     """More text."""
 
     delta: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class TextDone(_InPart, frozen=True, kw_only=True, tag="response.output_text.done"):
     """The whole text."""
 
     text: str
-    logprobs: list[Any] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class ReasoningDelta(_InPart, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):

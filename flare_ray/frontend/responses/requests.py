@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.closed import Closed, validated
 from flare_ray.frontend.responses.items import chat_messages
@@ -20,8 +21,6 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "context_management": (),
     "moderation": (),
     "max_tool_calls": (),
-    "include": ([],),
-    "top_logprobs": (0,),
     "prompt_cache_key": (),
     "prompt_cache_options": (),
     "prompt_cache_retention": (),
@@ -32,6 +31,8 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are not built, and the values besides null that ask for nothing. Without `store`
 nothing is stored either, and the answer says so."""
+LOGPROBS = "message.output_text.logprobs"
+"""The one thing that `include` can ask for; all others belong to tools, images or storage."""
 RENAMED = {
     "max_tokens": "max_output_tokens",
     "messages": "input",
@@ -95,8 +96,15 @@ class ResponseBody(Closed):
     text: _Text | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     user: str | None = Field(None, max_length=512)
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncation: Literal["disabled"] | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def scored(self) -> bool:
+        """Whether log-probabilities are asked for."""
+        return LOGPROBS in (self.include or ())
 
 
 def parse(body: Mapping[str, Any]) -> ResponseBody:
@@ -113,7 +121,22 @@ def parse(body: Mapping[str, Any]) -> ResponseBody:
                 param=name,
                 code="unsupported_parameter",
             )
-    return validated(ResponseBody, {k: v for k, v in body.items() if k not in REFUSED})
+    included = body.get("include")
+    for i, name in enumerate(included if isinstance(included, list) else ()):
+        if name != LOGPROBS:
+            raise InvalidRequest(
+                f"include[{i}]: {str(name)[:60]!r} is not supported by this server, only "
+                f"{LOGPROBS}; leave it out",
+                param=f"include[{i}]",
+                code="unsupported_parameter",
+            )
+    parsed = validated(ResponseBody, {k: v for k, v in body.items() if k not in REFUSED})
+    if parsed.top_logprobs and not parsed.scored:
+        raise InvalidRequest(
+            f"top_logprobs is only allowed together with include: [{LOGPROBS}]",
+            param="top_logprobs",
+        )
+    return parsed
 
 
 def chat_request(body: ResponseBody) -> dict[str, Any]:
@@ -143,6 +166,8 @@ def chat_request(body: ResponseBody) -> dict[str, Any]:
         chat["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         chat["response_format"] = _format(body.text.format)
+    if body.scored:
+        chat |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     return {name: value for name, value in chat.items() if value is not None}
 
 

@@ -83,7 +83,8 @@ def test_stream_is_ordered_and_ends_with_the_whole_answer(make_api, text, step):
     assert found[0]["response"]["output"] == []
     assert found[-1]["type"] == "response.completed"
     last = found[-1]["response"]
-    assert {**last, "created_at": 0} == {**whole, "created_at": 0}
+    times = {"created_at": 0, "completed_at": 0}
+    assert {**last, **times} == {**whole, **times}
     items, grown = [], {}
     for e in found[2:-1]:
         kind = e["type"].removeprefix("response.")
