@@ -46,7 +46,7 @@ class Settings:
     pack: Path
     out: Path
     pool: Path = Path("/dev/shm/flare_demo_rows")
-    trunk_s: float = 445.0
+    trunk_s: float = 430.0
     long_ratio: float = 0.3
     rounded_ratio: float = 0.15
     index_s: float = 20.0

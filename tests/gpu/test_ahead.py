@@ -17,6 +17,7 @@ from tests.rules.sources import ROOT
 from tests.support.served_glm import served_glm
 
 LIMIT_S = 600
+SOURCES = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 SETTINGS = "dict(concurrency=2, prefill_tokens=32, speculation=dict(widths=(1, 3)))"
 AHEAD = f"""
 import sys
@@ -47,7 +48,7 @@ def run(script: str, *arguments: object, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         cwd=ROOT,
-        env={**clean, "PYTHONPATH": str(ROOT), **environment},
+        env={**clean, "PYTHONPATH": SOURCES, **environment},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
