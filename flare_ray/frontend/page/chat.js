@@ -22,6 +22,7 @@ const NUMBERS = {
   max_tokens: "a whole number",
   seed: "a whole number",
 };
+const NO_MODELS = "models: ";
 const NEAR_END_PX = 80;
 const SHORTEST_S = 0.1; // what arrived in less time than this has no speed worth telling
 
@@ -360,10 +361,10 @@ async function loadModels() {
     );
     at("model").replaceChildren(...options);
     if (data.some(({ id }) => id === wanted)) at("model").value = wanted;
-    problem("");
+    if (at("problem").textContent.startsWith(NO_MODELS)) problem("");
   } catch (error) {
     if (!(error instanceof ServiceError)) throw error;
-    problem(`models: ${error.told}`);
+    problem(`${NO_MODELS}${error.told}`);
   }
 }
 

@@ -189,7 +189,7 @@ function requests(now, spanned) {
     ["waiting", count(total(now, NAMES.waiting))],
     ["of these preempted", count(total(now, NAMES.preempted))],
     ["finished well", count(total(spanned, NAMES.finished))],
-    ...(failures.length ? failures : [["failed", now.size ? "0" : NONE]]),
+    ...(failures.length ? failures : [["failed", total(now, NAMES.running) === null ? NONE : "0"]]),
   ];
 }
 
