@@ -218,6 +218,47 @@ def test_a_service_that_is_not_ready_is_told_and_found_when_it_is(page_server, w
     calm(window, 503)
 
 
+# A stream as bytes: the same objects however it is cut, and no end that is none
+
+EVENTS = (
+    "const cut = (bytes, size) => new ReadableStream({start(c) {"
+    "  for (let i = 0; i < bytes.length; i += size) c.enqueue(bytes.slice(i, i + size));"
+    "  c.close(); }});"
+    "const [text, size] = arguments;"
+    "const found = [];"
+    "return (async () => {"
+    "  try {"
+    "    const body = cut(new TextEncoder().encode(text), size);"
+    "    for await (const event of m.events(new Response(body))) found.push(event);"
+    "  } catch (error) { found.push(`${error instanceof m.ServiceError} ${error.told}`); }"
+    "  return found; })()"
+)
+TWO = [{"text": "né €🙂\n"}, {"usage": None}]
+STREAM = "".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in TWO)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_events_are_read_however_the_stream_is_cut(page, page_server, size, newline):
+    url = f"{page_server[1]}/ui/service.js"
+    text = f": a comment\n{STREAM}data: [DONE]\n\n".replace("\n", newline)
+    assert page.module(url, EVENTS, text, size) == TWO
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ("", "the stream broke off before its end"),
+        ('data: {"choices', "the stream broke off before its end"),
+        ("data: <html>\n\n", "the stream holds something else than events: <html>"),
+        ('data: {"error": {"message": "gone", "code": "x"}}\n\n', "x: gone"),
+    ],
+)
+def test_a_stream_without_its_end_is_no_answer(page, page_server, rest, said):
+    url = f"{page_server[1]}/ui/service.js"
+    assert page.module(url, EVENTS, STREAM + rest, 7) == [*TWO, f"true {said}"]
+
+
 # Text that looks like markup
 
 

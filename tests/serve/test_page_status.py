@@ -91,6 +91,30 @@ def test_figures_are_read_and_move(page, page_server):
     calm(page)
 
 
+def test_nothing_is_asked_while_nobody_sees_the_page(page, page_server):
+    engine, _ = page_server
+    read = metrics_of({(names.REQUESTS_RUNNING,): 1})
+    asked = []
+
+    async def counted():
+        asked.append(time.monotonic())
+        return await read()
+
+    engine.metrics = counted
+    hide = (
+        "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    page.wait_until(lambda: len(asked) >= 2, "the page asks again and again")
+    page.run(hide, True)
+    time.sleep(0.5)  # what was asked just before
+    before = len(asked)
+    time.sleep(2.5 * (asked[1] - asked[0]))
+    assert len(asked) == before
+    page.run(hide, False)
+    page.wait_until(lambda: len(asked) > before, "it asks at once when it is seen", limit_s=1.0)
+
+
 def test_absent_series_are_dashes_and_refused_ones_are_told(page, page_server):
     engine, _ = page_server
     place = "return document.querySelector('#figures-problem').textContent"
