@@ -264,6 +264,10 @@ def debug_serve(
         max_prompt_tokens=config.engine.admission.max_prompt_tokens,
         render_metrics=metrics,
     )
+    # uvicorn raises the signal that stopped it once more: it must not end the process before its
+    # shared memory is given back.
+    signals = StopSignals()
+    signals.install()
     try:
         uvicorn.run(
             build_api(client, settings),
@@ -275,6 +279,7 @@ def debug_serve(
     finally:
         core.shutdown(0.0)
         settings.pool.close()
+        signals.restore()
     return 0
 
 

@@ -71,6 +71,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
         copies_offered / copies_accepted: those of the drafts that were copied from text.
         predicted_offered / predicted_accepted: those of the copies that the request's `prediction`
             foretold.
+        ender: the EOS or stop token that ended it, which no delta shows; -1 = something else did.
+        ender_score: its score, where the request asked for log-probabilities; else None.
     """
 
     request_id: str
@@ -86,6 +88,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag=3):
     copies_accepted: int = 0
     predicted_offered: int = 0
     predicted_accepted: int = 0
+    ender: int = -1
+    ender_score: TokenScore | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -84,6 +84,8 @@ class Publisher:
 
     def finished(self, live: LiveRequest, end: End, now_ns: int) -> None:
         """Last item of a request that ended well."""
+        # Everything before the ender is visible, and has taken its scores along.
+        scored = end.ender is not None and bool(live.scores)
         item = Finished(
             request_id=live.request.request_id,
             reason=end.reason,
@@ -98,6 +100,8 @@ class Publisher:
             copies_accepted=live.copies_accepted,
             predicted_offered=live.predicted_offered,
             predicted_accepted=live.predicted_accepted,
+            ender=-1 if end.ender is None else end.ender,
+            ender_score=live.scores[0] if scored else None,
         )
         self._add(live, item)
         self._close(live)

@@ -36,11 +36,13 @@ class End(msgspec.Struct, frozen=True):
     Attributes:
         completion_tokens: generated tokens through the ending one, EOS included.
         stop_reason: stop string, token id or token sequence that matched; None for EOS and length.
+        ender: the EOS or stop token that ended it, which is not visible; None = something else did.
     """
 
     reason: Literal["stop", "length"]
     completion_tokens: int
     stop_reason: str | int | tuple[int, ...] | None = None
+    ender: int | None = None
 
 
 class Visible(msgspec.Struct, frozen=True):
@@ -191,7 +193,7 @@ class OutputStops:
         if ender is not None:
             self.generated_tokens += 1
             reason = None if ender in self._eos_ids else ender
-            return End("stop", self.generated_tokens, reason)
+            return End("stop", self.generated_tokens, reason, ender)
         if self.generated_tokens == self._max_tokens:
             return End("length", self.generated_tokens)
         return None

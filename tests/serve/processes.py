@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import psutil
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from flare_ray.config import DeploymentConfig
 from tests.rules.sources import ROOT
@@ -75,6 +76,13 @@ def running(
     _, alive = psutil.wait_procs(tree, timeout=ORPHAN_LIMIT_S)
     alive = [child for child in alive if child.status() != psutil.STATUS_ZOMBIE]
     assert not alive, alive
+
+
+def gauge(url: str, name: str) -> float:
+    """Sum of a metric's samples."""
+    text = httpx.get(f"{url}/metrics", timeout=10.0).text
+    families = text_string_to_metric_families(text)
+    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 def _is_ready(url: str) -> bool:

@@ -1,234 +1,225 @@
-"""One scripted suite through several client libraries over a real socket: chat, stream, a full tool
-loop, a JSON schema, log-probabilities, errors, and leaving early (contract: A3).
+"""One scripted suite through every client library, over a real socket: chat, stream, a cut answer,
+a full tool loop, a JSON schema, log-probabilities, errors, and leaving early (contract: A3).
 
-litellm and langchain-openai come with the `clients` extra; the Node SDK is looked for in the folder
-that FLARE_NODE_MODULES names (`npm install openai` there). Without them their tests are skipped.
+It runs over a scripted engine, which says what is expected to the letter, and (slow) over the demo
+checkpoint served in one process. What a library makes of an answer is compared with what a plain
+request gets. litellm and langchain-openai come with the `clients` extra, the openai package of Node
+by npm (or from the folder that FLARE_NODE_MODULES names); what is absent is skipped by name.
 """
 
+import dataclasses
 import json
-import os
-import shutil
-import subprocess
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator
 
-import openai
+import jsonschema
+import msgspec
 import pytest
-from pydantic import BaseModel
 
-from tests.support.client_script import (
-    DOCUMENT,
+from tests.serve.processes import gauge
+from tests.support.client_drivers import (
+    CITY_SCHEMA,
     ENDLESS,
-    GREETING,
-    RESULT,
-    VERDICT,
-    WEATHER_PARAMETERS,
-    client_script,
+    LONG_SCHEMA,
+    Anthropic,
+    Driver,
+    Http,
+    LangChain,
+    LiteLlm,
+    OpenAiChat,
+    OpenAiResponses,
+    Question,
+    Refused,
 )
+from tests.support.client_script import DOCUMENT, GREETING, VERDICT, client_script
 from tests.support.http_server import chat_codec, http_server, wait_running
+from tests.support.node_driver import Absent, OpenAiNode, node_modules
 
-NODE_LIMIT_S = 60.0
-HI = [{"role": "user", "content": "hi"}]
-ASK = [{"role": "user", "content": "how is the weather?"}]
-FOREVER = [{"role": "user", "content": ENDLESS}]
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": WEATHER_PARAMETERS}}
-FORMAT = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER_PARAMETERS}}
+pytestmark = pytest.mark.timeout(400)
+
+DRIVERS = {
+    "openai": OpenAiChat,
+    "openai-responses": OpenAiResponses,
+    "anthropic": Anthropic,
+    "litellm": LiteLlm,
+    "langchain-openai": LangChain,
+    "openai-node": OpenAiNode,
+}
+NODE = pytest.param("openai-node", marks=pytest.mark.slow)
+CLIENTS = [NODE if name == "openai-node" else name for name in DRIVERS]
+CITIES = "What is the weather in Rome and in Paris?"
+SCORE_TOLERANCE = 1e-3
+"""A prefix from the cache and one computed anew differ in their last bits."""
+FREE_LIMIT_S = 15.0
+CONTEXT_TOKENS = 8192
+LONG_TOKENS = 3000
 
 
-class Place(BaseModel, extra="forbid"):
-    city: str
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """A server under test.
+
+    Attributes:
+        wait_running: waits until so many requests run.
+        known: what the scripted engine says, by part; empty for a model.
+    """
+
+    url: str
+    model: str
+    wait_running: Callable[[int], None]
+    known: dict[str, str]
+
+    def question(self, user: str = "Write a python function that adds numbers.", **fields):
+        return Question(user=user, model=self.model, **fields)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, free_port):
+def scripted(tmp_path_factory, free_port) -> Iterator[Served]:
     codec = chat_codec(tmp_path_factory.mktemp("checkpoint"))
     with http_server(codec, free_port(), client_script) as (engine, url):
-        yield engine, f"{url}/v1"
+        engine.engine_info = msgspec.structs.replace(
+            engine.engine_info, context_tokens=CONTEXT_TOKENS, max_prompt_tokens=CONTEXT_TOKENS - 1
+        )
+
+        def wait(count: int) -> None:
+            if count:
+                assert len(engine.running) == count
+            else:
+                wait_running(engine)
+
+        known = {"chat": GREETING, "verdict": VERDICT, "schema": DOCUMENT}
+        yield Served(url, "tiny", wait, known)
 
 
-def with_results(calls):
-    """The next turn: the question, the calls as the assistant's message, a result for each."""
-    assistant = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
-            }
-            for call in calls
-        ],
-    }
-    results = [{"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls]
-    return [*ASK, assistant, *results]
+@pytest.fixture(scope="module")
+def demo(demo_url) -> Served:
+    def wait(count: int) -> None:
+        deadline = time.monotonic() + FREE_LIMIT_S
+        while gauge(demo_url, "flare_num_requests_running") != count:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    return Served(demo_url, "glm-demo", wait, {})
 
 
-# The openai package; chat, stream, errors and leaving are in test_openai_sdk.py.
+@pytest.fixture(params=["scripted", pytest.param("demo", marks=pytest.mark.slow)], scope="module")
+def served(request) -> Served:
+    return request.getfixturevalue(request.param)
 
 
-@pytest.fixture
-def sdk(served):
-    with openai.OpenAI(base_url=served[1], api_key="none", max_retries=0, timeout=20.0) as client:
-        yield client.chat.completions
+@pytest.fixture(scope="session")
+def modules(tmp_path_factory):
+    try:
+        return node_modules(tmp_path_factory.mktemp("node"))
+    except Absent as reason:
+        pytest.skip(str(reason))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_tool_loop(sdk, stream):
-    def turn(messages):
-        if not stream:
-            return sdk.create(model="tiny", messages=messages, tools=[TOOL]).choices[0]
-        with sdk.stream(model="tiny", messages=messages, tools=[TOOL]) as events:
-            return events.get_final_completion().choices[0]
-
-    first = turn(ASK)
-    assert first.finish_reason == "tool_calls"
-    calls = first.message.tool_calls
-    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Rome €"}] * 2
-    assert turn(with_results(calls)).message.content == VERDICT
-
-
-def test_openai_json_schema(sdk):
-    parsed = sdk.parse(model="tiny", messages=HI, response_format=Place)
-    assert parsed.choices[0].message.parsed == Place(city="Rome")
+@pytest.fixture(params=CLIENTS)
+def driver(request, served) -> Iterator[Driver]:
+    kind = DRIVERS[request.param]
+    if kind is OpenAiNode:
+        made = kind(served.url, request.getfixturevalue("modules"))
+    else:
+        try:
+            made = kind(served.url)
+        except ImportError as error:
+            pytest.skip(f"{error.name} is not installed (extra: clients)")
+    yield made
+    made.close()
 
 
-def test_openai_logprobs(sdk):
-    choice = sdk.create(model="tiny", messages=HI, logprobs=True, top_logprobs=1).choices[0]
-    entries = choice.logprobs.content
-    assert [entry.logprob for entry in entries] == [-i / 8 for i in range(len(entries))]
-    assert all(entry.top_logprobs[0].token == entry.token for entry in entries)
+@pytest.fixture(scope="module")
+def reference(served) -> Iterator[Http]:
+    plain = Http(served.url)
+    yield plain
+    plain.close()
 
 
-# litellm.
-
-
-@pytest.fixture
-def lite(served):
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed (extra: clients)")
-
-    def complete(**fields):
-        common = {"model": "openai/tiny", "api_base": served[1], "api_key": "none"}
-        return litellm.completion(**common, num_retries=0, timeout=20.0, **fields)
-
-    return litellm, complete
-
-
-def test_litellm_chat_and_stream(lite):
-    _, complete = lite
-    assert complete(messages=HI).choices[0].message.content == GREETING
-    chunks = complete(messages=HI, stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == GREETING
+def lacking(driver: Driver, part: str) -> None:
+    if part in driver.lacks:
+        pytest.skip(driver.lacks[part])
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_litellm_tool_loop(lite, stream):
-    """Known fault litellm#37792: parallel calls keep their own index and id in a stream."""
-    litellm, complete = lite
-    answer = complete(messages=ASK, tools=[TOOL], stream=stream)
-    if stream:
-        answer = litellm.stream_chunk_builder(list(answer))
-    message = answer.choices[0].message
-    calls = message.tool_calls
-    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Rome €"}] * 2
-    assert len({call.id for call in calls}) == 2
-    last = complete(messages=with_results(calls), tools=[TOOL])
-    assert last.choices[0].message.content == VERDICT
-
-
-def test_litellm_json_schema_and_logprobs(lite):
-    _, complete = lite
-    content = complete(messages=HI, response_format=FORMAT).choices[0].message.content
-    assert content == DOCUMENT
-    scored = complete(messages=HI, logprobs=True, top_logprobs=1).choices[0]
-    assert scored.logprobs.content[1].logprob == -1 / 8
-
-
-def test_litellm_errors_and_leaving(lite, served):
-    litellm, complete = lite
-    with pytest.raises(litellm.BadRequestError, match="temperature"):
-        complete(messages=HI, temperature=-1)
-    stream = complete(messages=FOREVER, stream=True)
-    next(iter(stream))
-    stream.completion_stream.response.close()
-    wait_running(served[0])
-
-
-# langchain-openai.
-
-
-@pytest.fixture
-def chain(served):
-    reason = "langchain-openai is not installed (extra: clients)"
-    library = pytest.importorskip("langchain_openai", reason=reason)
-    return library.ChatOpenAI(
-        model="tiny", base_url=served[1], api_key="none", max_retries=0, timeout=20.0
-    )
-
-
-def test_langchain_chat_and_stream(chain):
-    assert chain.invoke("hi").content == GREETING
-    assert "".join(chunk.content for chunk in chain.stream("hi")) == GREETING
+def test_chat(served, driver, reference, stream):
+    question = served.question()
+    expected, got = reference.ask(question), driver.ask(question, stream=stream)
+    assert got.text == expected.text == served.known.get("chat", expected.text)
+    assert got.finish == expected.finish == "stop"
+    assert not got.calls
+    assert (got.pieces > 1) == stream
+    if not stream:
+        assert got.tokens == expected.tokens
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_langchain_tool_loop(chain, stream):
-    from langchain_core.messages import HumanMessage, ToolMessage
-
-    bound = chain.bind_tools([TOOL])
-
-    def turn(messages):
-        if not stream:
-            return bound.invoke(messages)
-        whole = None
-        for chunk in bound.stream(messages):
-            whole = chunk if whole is None else whole + chunk
-        return whole
-
-    ask = HumanMessage("how is the weather?")
-    first = turn([ask])
-    assert [call["args"] for call in first.tool_calls] == [{"city": "Rome €"}] * 2
-    results = [ToolMessage(RESULT, tool_call_id=call["id"]) for call in first.tool_calls]
-    assert turn([ask, first, *results]).content == VERDICT
+def test_answer_cut_at_its_limit(served, driver, reference, stream):
+    question = served.question(max_tokens=6)
+    got = driver.ask(question, stream=stream)
+    assert got.finish == "length"
+    assert got.text == reference.ask(question).text
 
 
-def test_langchain_json_schema_and_logprobs(chain):
-    structured = chain.with_structured_output(Place, method="json_schema")
-    assert structured.invoke("hi") == Place(city="Rome")
-    scored = chain.bind(logprobs=True, top_logprobs=1).invoke("hi")
-    entries = scored.response_metadata["logprobs"]["content"]
-    assert entries[1]["logprob"] == -1 / 8
+@pytest.mark.parametrize("stream", [False, True])
+def test_full_tool_loop(served, driver, reference, stream):
+    question = served.question(CITIES, tools=True)
+    first, expected = driver.ask(question, stream=stream), reference.ask(question)
+    assert first.finish == "calls"
+    assert len(first.calls) == 2
+    assert len({call.id for call in first.calls}) == 2
+    arguments = [json.loads(call.arguments) for call in first.calls]
+    assert arguments == [json.loads(call.arguments) for call in expected.calls]
+    assert all(call.name == "get_weather" for call in first.calls)
+    again = dataclasses.replace(question, calls=first.calls)
+    last = driver.ask(again, stream=stream)
+    assert last.finish == "stop"
+    assert last.text == reference.ask(again).text == served.known.get("verdict", last.text)
+    assert "sunny" in last.text
 
 
-def test_langchain_errors_and_leaving(chain, served):
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        chain.bind(temperature=-1).invoke("hi")
-    stream = chain.stream(ENDLESS)
-    next(stream)
-    stream.close()
-    wait_running(served[0])
+@pytest.mark.parametrize("stream", [False, True])
+def test_json_schema(served, driver, stream):
+    question = served.question("Add 2 and 3.", schema=CITY_SCHEMA)
+    got = driver.ask(question, stream=stream)
+    jsonschema.validate(json.loads(got.text), CITY_SCHEMA)
+    assert got.finish == "stop"
+    assert got.text == served.known.get("schema", got.text)
 
 
-# The openai package of Node.
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities(served, driver, reference, stream):
+    lacking(driver, "scores")
+    question = served.question(max_tokens=40, scored=True)
+    expected = reference.ask(question).scores
+    got = driver.ask(question, stream=stream).scores
+    assert len(got) > 5
+    if not isinstance(driver, OpenAiResponses):
+        assert len(got) == len(expected)
+    # The Responses API tells those of the message alone: the last ones.
+    assert got == pytest.approx(expected[-len(got) :], abs=SCORE_TOLERANCE)
 
 
-def test_node_sdk_runs_its_suite(served):
-    engine, url = served
-    folder = os.environ.get("FLARE_NODE_MODULES", "")
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    if not (Path(folder) / "openai").is_dir():
-        pytest.skip("FLARE_NODE_MODULES names no node_modules folder with openai in it")
-    script = Path(__file__).with_name("openai_suite.cjs")
-    words = {"ENDLESS": ENDLESS, "RESULT": RESULT, "VERDICT": VERDICT, "GREETING": GREETING}
-    found = subprocess.run(
-        ["node", str(script), url, json.dumps({**words, "TOOL": TOOL, "FORMAT": FORMAT})],
-        env={**os.environ, "NODE_PATH": folder},
-        capture_output=True,
-        text=True,
-        timeout=NODE_LIMIT_S,
-        check=False,
-    )
-    assert found.returncode == 0, found.stderr
-    passed = ["chat", "stream", "tool loop", "schema", "logprobs", "errors", "leaving"]
-    assert found.stdout.split("\n")[:-1] == passed
-    wait_running(engine)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"temperature": -1.0}, 400, "temperature"),
+        ({"model": "other"}, 404, "other"),
+        ({"max_tokens": 10**6}, 400, "context"),
+    ],
+)
+def test_errors(served, driver, fields, status, words, stream):
+    question = dataclasses.replace(served.question(), **fields)
+    with pytest.raises(Refused) as refused:
+        driver.ask(question, stream=stream)
+    assert refused.value.status == status
+    assert words in refused.value.message
+
+
+def test_leaving_ends_the_request(served, driver):
+    question = served.question(ENDLESS, schema=LONG_SCHEMA, max_tokens=LONG_TOKENS)
+    started = time.monotonic()
+    driver.leave(question, lambda: served.wait_running(1))
+    served.wait_running(0)
+    assert time.monotonic() - started < FREE_LIMIT_S

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import openai
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serve.processes import deployment_file, running
+from tests.serve.processes import deployment_file, gauge, running
 from tests.support.served_checkpoint import alphabet_from, served_checkpoint, served_deployment
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,12 +34,6 @@ def url(tmp_path_factory: pytest.TempPathFactory, free_port: Callable[[], int]) 
         *arguments, log=log, url=address, start_limit_s=START_LIMIT_S, number=signal.SIGINT
     ):
         yield address
-
-
-def gauge(url: str, name: str) -> float:
-    text = httpx.get(f"{url}/metrics", timeout=10.0).text
-    families = text_string_to_metric_families(text)
-    return sum(s.value for family in families for s in family.samples if s.name == name)
 
 
 def test_completion_and_chat_answer_with_the_models_text(url):

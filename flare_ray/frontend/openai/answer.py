@@ -94,6 +94,8 @@ class TextChoiceBuilder:
         self._text = text
         self._scored = scored
         self._echo = echo
+        # Scorers of texts count on one entry for every token that was asked for.
+        self._tells_ender = echo is not None and not discards
         self._discards = discards
         self._pieces: list[str] = []
         self._spans: list[SourceSpan] = []
@@ -120,6 +122,8 @@ class TextChoiceBuilder:
         """See `Choice.end`."""
         text = self._opening(()) + self._text.finish()
         self._pieces.append(text)
+        if self._tells_ender:
+            self._scored.ended(finished)
         return [
             TextChoice(
                 index=self._index,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flare_ray.contracts.messages import Delta
+from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.contracts.record import TokenScore
 from flare_ray.frontend.detokenize import IncrementalDetokenizer
 from flare_ray.frontend.openai.responses import (
@@ -53,6 +53,11 @@ class ScoredTokens:
         """The prompt as the first part of the output; its first token has no score."""
         if self._wanted:
             self._tokens += zip(tokens, (None, *scores), strict=True)
+
+    def ended(self, finished: Finished) -> None:
+        """The token that ended the output, which is no part of its text."""
+        if self._wanted and finished.ender_score is not None:
+            self._tokens.append((finished.ender, finished.ender_score))
 
     def chat(self) -> ChatLogprobs | None:
         """What was not handed out yet, in the shape of a chat; None where nothing was asked for."""

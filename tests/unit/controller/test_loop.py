@@ -464,6 +464,28 @@ def test_every_visible_token_comes_with_its_own_score(make_harness, top, stop):
             assert score.top_ids == tuple(token + place for place in range(1, top + 1))
 
 
+@pytest.mark.parametrize("top", [-1, 1])
+@pytest.mark.parametrize("ender", ["eos", "stop token", "stop string"])
+def test_token_that_ends_a_request_is_told_with_its_own_score(make_harness, ender, top):
+    """With drafts behind it, and where a stop string holds tokens back."""
+    harness = make_harness(
+        manifest=make_manifest(draft_tokens=7, eos_ids=(25,) if ender == "eos" else ()),
+        script=lambda _, index: 20 + index,
+        accepts=hashed_accepts(0.6),
+    )
+    stop = (TOKEN_BYTES[24] + TOKEN_BYTES[25] if ender == "stop string" else b"never",)
+    stop_token_ids = (25,) if ender == "stop token" else ()
+    harness.submit("r", max_tokens=30, stop=stop, stop_token_ids=stop_token_ids, top_logprobs=top)
+    harness.run_until_idle()
+    finished = harness.output.items("r")[-1]
+    assert finished.completion_tokens == 6
+    assert finished.ender == (-1 if ender == "stop string" else 25)
+    if top < 0 or ender == "stop string":
+        assert finished.ender_score is None
+    else:
+        assert finished.ender_score.logprob == -25 / 8
+
+
 @pytest.mark.parametrize("mode", [False, True])
 def test_reproducible_requests_are_handed_over_as_such(make_harness, mode):
     harness = make_harness()

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from flare_ray.contracts.messages import Delta, Finished
 from flare_ray.contracts.record import TokenScore
@@ -91,6 +92,30 @@ def test_streamed_echo_equals_the_whole_answer(api, logprobs, n):
         if logprobs is not None:
             for name, values in whole[index]["logprobs"].items():
                 assert [v for part in own for v in part["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_eos_that_ends_a_scored_echo_has_an_entry_and_no_text(make_api, stream):
+    """Scorers of texts leave out one entry for the token that they ask for."""
+
+    def ends(request):
+        *deltas, finished = script(request)
+        return [
+            deltas[0],
+            replace(finished, ender=270, ender_score=TokenScore(-0.5, (270,), (-0.5,))),
+        ]
+
+    fields = {"prompt": PROMPT, "max_tokens": 1, "logprobs": 1, "stream": stream}
+    response = make_api(ends).complete(echo=True, **fields)
+    chunks = sse_chunks(response) if stream else [strict(response)]
+    entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    count = len(byte_tokens(PROMPT))
+    scores = [score for entry in entries for score in entry["token_logprobs"]]
+    assert scores == [None, *(-place / 4 for place in range(1, count)), -0.5]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT
+    assert entries[-1]["text_offset"][-1] == len(PROMPT)
+    plain = make_api(ends).complete(**fields | {"stream": False}).json()["choices"][0]
+    assert plain["logprobs"]["token_logprobs"] == [-5.0]
 
 
 def test_echo_without_scores_needs_no_engine_where_nothing_is_generated(api):
