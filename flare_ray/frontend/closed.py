@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    ValidationError,
+)
+from pydantic.json_schema import JsonSchemaValue
 
 from flare_ray.errors import InvalidRequest
 
@@ -16,6 +24,24 @@ class Closed(BaseModel):
     """Strict: a JSON string is never taken for a number, nor true for 1."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """Annotation of a field that code of ours checks step by step, for the sake of its messages:
+    the document describes it by the type that those steps amount to.
+
+    Attributes:
+        as_type: that type, made of the models by which the steps check.
+    """
+
+    as_type: Any
+
+    def __get_pydantic_json_schema__(
+        self, core_schema: Any, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Called by pydantic."""
+        return handler(TypeAdapter(self.as_type).core_schema)
 
 
 Model = TypeVar("Model", bound=Closed)

@@ -142,7 +142,8 @@ def document() -> dict[str, Any]:
 def body_schema(operation: Operation) -> dict[str, Any]:
     """Schema of a request's body, its definitions inside (`$defs`).
 
-    It is as exact as the models: nested messages, items and tools are checked beyond it.
+    What depends on the deployment (the context, the template's variables, declared tools) is
+    checked beyond it.
     """
     assert operation.body is not None
     schema = operation.body.model_json_schema()
@@ -180,11 +181,16 @@ def _operation(
         if name not in components:
             schema = body_schema(operation)
             for inner, definition in schema.pop("$defs", {}).items():
-                components[f"{name}.{inner}"] = _moved(definition, name)
+                components[_component(name, inner)] = _moved(definition, name)
             components[name] = _moved(schema, name)
         reference = {"$ref": REF.format(name=name)}
         item["requestBody"] = {"required": True, "content": {JSON_TYPE: {"schema": reference}}}
     return item
+
+
+def _component(owner: str, definition: str) -> str:
+    """Name of a body's own definition."""
+    return f"{owner}.{definition.lstrip('_')}"
 
 
 def _moved(node: Any, owner: str) -> Any:
@@ -199,6 +205,6 @@ def _moved(node: Any, owner: str) -> Any:
 def _moved_items(node: Mapping[str, Any], owner: str) -> Iterator[tuple[str, Any]]:
     for key, value in node.items():
         if key == "$ref" and isinstance(value, str):
-            yield key, REF.format(name=f"{owner}.{value.removeprefix('#/$defs/')}")
+            yield key, REF.format(name=_component(owner, value.removeprefix("#/$defs/")))
         else:
             yield key, _moved(value, owner)

@@ -32,6 +32,7 @@ from tests.support.client_drivers import (
     Refused,
 )
 from tests.support.client_script import DOCUMENT, GREETING, VERDICT, client_script
+from tests.support.described import DescribedApp, assert_described
 from tests.support.http_server import chat_codec, http_server, wait_running
 from tests.support.node_driver import Absent, OpenAiNode, node_modules
 
@@ -76,7 +77,13 @@ class Served:
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory, free_port) -> Iterator[Served]:
     codec = chat_codec(tmp_path_factory.mktemp("checkpoint"))
-    with http_server(codec, free_port(), client_script) as (engine, url):
+    apps: list[DescribedApp] = []
+
+    def kept(app):
+        apps.append(DescribedApp(app))
+        return apps[-1]
+
+    with http_server(codec, free_port(), client_script, wrap=kept) as (engine, url):
         engine.engine_info = msgspec.structs.replace(
             engine.engine_info, context_tokens=CONTEXT_TOKENS, max_prompt_tokens=CONTEXT_TOKENS - 1
         )
@@ -89,6 +96,10 @@ def scripted(tmp_path_factory, free_port) -> Iterator[Served]:
 
         known = {"chat": GREETING, "verdict": VERDICT, "schema": DOCUMENT}
         yield Served(url, "tiny", wait, known)
+    # What the libraries sent and was accepted is what the OpenAPI document describes.
+    assert apps[0].accepted
+    for path, body in apps[0].accepted:
+        assert_described(path, body)
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,10 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -42,12 +43,14 @@ def http_server(
     *,
     send_buffer: int = 0,
     access: Access | None = None,
+    wrap: Callable[[Any], Any] = lambda app: app,
 ) -> Iterator[tuple[FakeEngineClient, str]]:
     """Serve until the block ends; yields the engine and the base URL without a path.
 
     Args:
         send_buffer: bytes that the kernel keeps for a client that does not read; 0 = what it likes.
         access: who may ask; None = anyone.
+        wrap: puts something before the routes.
     """
     client = FakeEngineClient(script)
     settings = ApiSettings(
@@ -57,7 +60,7 @@ def http_server(
         max_body_bytes=1 << 20,
         access=access or Access(),
     )
-    app = build_api(client, settings)
+    app = wrap(build_api(client, settings))
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

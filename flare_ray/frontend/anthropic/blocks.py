@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.closed import Closed, Described, validated
 
 ERROR_PREFIX = "Error: "
 """Templates have no field for a tool result that is an error; the model reads it in the text."""
@@ -52,7 +52,7 @@ class _ToolUse(Closed):
 class _ToolResult(Closed):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Any = None
+    content: Annotated[Any, Described(str | list[_Text] | None)] = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
@@ -65,9 +65,47 @@ _ASSISTANT: Mapping[str, type[Closed]] = {
 }
 
 
+_NoneEmpty = Field(min_length=1)
+_String = Annotated[str, _NoneEmpty]
+
+
 class _Message(Closed):
     role: Literal["user", "assistant", "system"]
     content: str | list[Any]
+
+
+class _UserMessage(_Message):
+    role: Literal["user"]
+    content: Annotated[
+        str | list[Any], Described(_String | Annotated[list[_Text | _ToolResult], _NoneEmpty])
+    ]
+
+
+class _AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: Annotated[
+        str | list[Any],
+        Described(_String | Annotated[list[_Text | _Thought | _ToolUse], _NoneEmpty]),
+    ]
+
+
+class _SystemMessage(_Message):
+    role: Literal["system"]
+    content: Annotated[str | list[Any], Described(_String | Annotated[list[_Text], _NoneEmpty])]
+
+
+_BY_ROLE: Mapping[str, type[_Message]] = {
+    "user": _UserMessage,
+    "assistant": _AssistantMessage,
+    "system": _SystemMessage,
+}
+Messages = Annotated[
+    list[Any],
+    Described(Annotated[list[_UserMessage | _AssistantMessage | _SystemMessage], _NoneEmpty]),
+]
+"""Field of a body that `chat_messages` checks."""
+System = Annotated[str | list[Any], Described(str | list[_Text])]
+"""Field of a body that `system_text` checks."""
 
 
 def system_text(system: str | Sequence[Any] | None, path: str = "system") -> str:
@@ -93,7 +131,9 @@ def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     calls: set[str] = set()
     for i, raw in enumerate(messages):
         path = f"messages[{i}]"
-        message = validated(_Message, raw, path)
+        role = raw.get("role") if isinstance(raw, dict) else None
+        model = _BY_ROLE.get(role, _Message) if isinstance(role, str) else _Message
+        message = validated(model, raw, path)
         if message.content in ("", []):
             raise InvalidRequest(f"{path}.content: must not be empty", param=f"{path}.content")
         if message.role == "user":

@@ -7,13 +7,19 @@ taken and change nothing: prefixes are reused without them, and for as long as m
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.anthropic.blocks import CacheControl, chat_messages, system_text
-from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.anthropic.blocks import (
+    CacheControl,
+    Messages,
+    System,
+    chat_messages,
+    system_text,
+)
+from flare_ray.frontend.closed import Closed, Described, validated
 from flare_ray.frontend.settings import ApiSettings
 
 REFUSED: tuple[str, ...] = (
@@ -41,8 +47,10 @@ RENAMED = {
 
 
 class _Thinking(Closed):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    type: Annotated[
+        Literal["enabled", "disabled", "adaptive"], Described(Literal["disabled", "adaptive"])
+    ]
+    budget_tokens: Annotated[int | None, Described(None)] = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -83,9 +91,9 @@ class CountBody(Closed):
     """POST /v1/messages/count_tokens: what reaches the prompt."""
 
     model: str
-    messages: list[Any]
-    system: str | list[Any] | None = None
-    tools: list[Any] | None = None
+    messages: Messages
+    system: System | None = None
+    tools: Annotated[list[Any] | None, Described(list[_Tool] | None)] = None
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None

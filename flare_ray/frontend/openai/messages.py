@@ -9,36 +9,45 @@ known fault H-16); `tool_calls` with their arguments as objects; `tool_call_id`;
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.closed import Closed, Described, validated
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 FUNCTION_NAME_PATTERN = r"^[A-Za-z0-9_-]{1,64}$"
 
 
+class _TextPart(Closed):
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+_Parts = list[str | _TextPart]
+_Content = Annotated[Any, Described(str | _Parts | None)]
+
+
 class _Instruction(Closed):
     """System, developer and user messages. A speaker's `name` has no place in the templates."""
 
-    role: str
-    content: Any = None
+    role: Literal["system", "developer", "user"]
+    content: Annotated[Any, Described(str | Annotated[_Parts, Field(min_length=1)])]
     name: Literal[None] = None
 
 
 class _ToolMessage(Closed):
-    role: str
-    content: Any = None
+    role: Literal["tool"]
+    content: _Content = None
     tool_call_id: str | None = None
     name: str | None = None
 
 
 class _CalledFunction(Closed):
     name: str = Field(min_length=1)
-    arguments: Any = None
+    arguments: Annotated[Any, Described(str | dict[str, Any] | None)] = None
 
 
 class _Call(Closed):
@@ -49,8 +58,8 @@ class _Call(Closed):
 
 
 class _AssistantMessage(Closed):
-    role: str
-    content: Any = None
+    role: Literal["assistant"]
+    content: _Content = None
     name: Literal[None] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -72,6 +81,16 @@ class _Tool(Closed):
     type: Literal["function"]
     function: _Function
 
+
+Messages = Annotated[
+    list[Any],
+    Described(
+        Annotated[list[_Instruction | _AssistantMessage | _ToolMessage], Field(min_length=1)]
+    ),
+]
+"""Field of a body that `normalise_messages` checks."""
+Tools = Annotated[list[Any], Described(list[_Tool])]
+"""Field of a body that `normalise_tools` checks."""
 
 _MODEL_OF_ROLE: Mapping[str, type[Closed]] = {
     "system": _Instruction,

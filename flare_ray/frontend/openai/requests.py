@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from pydantic import Field, field_validator, model_validator
@@ -14,9 +14,10 @@ from flare_ray.contracts.grammar import GrammarSpec
 from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.contracts.request import SamplingParams
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.closed import Closed, Described, validated
+from flare_ray.frontend.openai.messages import Messages, Tools
 from flare_ray.frontend.openai.parameters import drop_neutral
-from flare_ray.frontend.openai.structured import ResponseFormat, StructuredOutputs
+from flare_ray.frontend.openai.structured import ResponseFormat, StructuredOutputs, ToolChoice
 
 MAX_CHOICES = 64
 """Generations that one request may ask for: prompts times `n`."""
@@ -172,12 +173,12 @@ class Prediction(Closed):
 class ChatBody(_GenerationBody):
     """POST /v1/chat/completions. Messages and tools are checked in `messages.py`."""
 
-    messages: list[Any]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
@@ -213,10 +214,15 @@ class ChatBody(_GenerationBody):
         return new if new is not None else old
 
 
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+_Several = Annotated[list[_Text | _Ids], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
 class CompletionBody(_GenerationBody):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[Any, Described(_Text | _Ids | _Several)]
     logprobs: int | None = None
     echo: bool | None = None
 

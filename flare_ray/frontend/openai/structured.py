@@ -15,16 +15,17 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from flare_ray.contracts.grammar import AnswerKind, CallSyntax, GrammarSpec, ToolGrammar
 from flare_ray.controller.grammar.calls import call_pieces
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed
+from flare_ray.frontend.closed import Closed, Described
 from flare_ray.recipes.declaration import ChatFormat
 
 ANY_OBJECT = '{"type":"object"}'
@@ -40,8 +41,26 @@ class JsonSchemaFormat(Closed):
     strict: bool | None = None
 
 
+_SCHEMA_ITS_PLACE: JsonDict = {
+    "oneOf": [
+        {
+            "properties": {"type": {"const": "json_schema"}, "json_schema": {"type": "object"}},
+            "required": ["json_schema"],
+        },
+        {
+            "properties": {
+                "type": {"enum": ["text", "json_object"]},
+                "json_schema": {"type": "null"},
+            }
+        },
+    ]
+}
+
+
 class ResponseFormat(Closed):
     """`response_format`."""
+
+    model_config = ConfigDict(json_schema_extra=_SCHEMA_ITS_PLACE)
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -63,6 +82,19 @@ class StructuredOutputs(Closed):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+
+
+class _ChosenFunction(Closed):
+    name: str
+
+
+class _NamedChoice(Closed):
+    type: Literal["function"]
+    function: _ChosenFunction
+
+
+ToolChoice = Annotated[Any, Described(Literal["none", "auto", "required"] | _NamedChoice | None)]
+"""Field of a body that `tool_use` checks."""
 
 
 @dataclass(frozen=True, slots=True)

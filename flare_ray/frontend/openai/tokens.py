@@ -10,8 +10,10 @@ import msgspec
 from flare_ray.errors import InvalidRequest
 from flare_ray.frontend.client import EngineInfo
 from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.openai.messages import Messages, Tools
 from flare_ray.frontend.openai.prepare import check_served, prepare_chat
 from flare_ray.frontend.openai.responses import encode
+from flare_ray.frontend.openai.structured import ToolChoice
 from flare_ray.frontend.settings import ApiSettings
 
 UNBOUNDED_TOKENS = 2**40
@@ -24,9 +26,9 @@ class TokenizeBody(Closed):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None

@@ -7,14 +7,26 @@ Items that are no text are refused by name (contract: R9).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed, validated
+from flare_ray.frontend.closed import Closed, Described, validated
 
 INPUT_PARTS = ("input_text", "output_text", "text")
+
+
+class _TextPart(Closed):
+    """What an output_text part carries besides its text belongs to the answer it came from."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None
+
+
+_Content = Annotated[str | list[Any], Described(str | list[_TextPart])]
 
 
 class _Item(Closed):
@@ -27,7 +39,7 @@ class _Item(Closed):
 class _Message(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Any]
+    content: _Content
     phase: Literal["commentary", "final_answer"] | None = None
 
 
@@ -43,7 +55,7 @@ class _Call(_Item):
 class _Output(_Item):
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Any]
+    output: _Content
 
 
 class _Thought(Closed):
@@ -51,18 +63,27 @@ class _Thought(Closed):
     text: str
 
 
-class _Reasoning(_Item):
+class _ReasoningItem(_Item):
     type: Literal["reasoning"]
     content: list[_Thought] | None = None
-    summary: list[Any] = Field(default_factory=list, max_length=0)
+    summary: list[Any] | None = Field(None, max_length=0)
     encrypted_content: Literal[None] = None
 
+
+Input = Annotated[
+    str | list[Any],
+    Described(
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[_Message | _Call | _Output | _ReasoningItem], Field(min_length=1)]
+    ),
+]
+"""Field of a body that `chat_messages` checks."""
 
 _MODELS: Mapping[str, type[_Item]] = {
     "message": _Message,
     "function_call": _Call,
     "function_call_output": _Output,
-    "reasoning": _Reasoning,
+    "reasoning": _ReasoningItem,
 }
 
 
@@ -104,7 +125,7 @@ def _extend(message: dict[str, Any], item: _Item, path: str) -> None:
     """Add an item of the model to its message."""
     if isinstance(item, _Message):
         message["content"] += _text(item.content, f"{path}.content")
-    elif isinstance(item, _Reasoning):
+    elif isinstance(item, _ReasoningItem):
         thought = "".join(part.text for part in item.content or ())
         if thought:
             message["reasoning_content"] = message.get("reasoning_content", "") + thought

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from flare_ray.contracts.plan import MAX_TOP_LOGPROBS
 from flare_ray.errors import InvalidRequest
-from flare_ray.frontend.closed import Closed, validated
-from flare_ray.frontend.responses.items import chat_messages
+from flare_ray.frontend.closed import Closed, Described, validated
+from flare_ray.frontend.responses.items import Input, chat_messages
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -82,15 +82,17 @@ class ResponseBody(Closed):
     """POST /v1/responses."""
 
     model: str
-    input: str | list[Any]
+    input: Input
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: Annotated[list[Any] | None, Described(list[_Tool] | None)] = None
+    tool_choice: Annotated[Any, Described(Literal["none", "auto", "required"] | _Choice | None)] = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None

@@ -13,6 +13,7 @@ from flare_ray.frontend.api import build_api
 from flare_ray.frontend.settings import ApiSettings
 from flare_ray.frontend.tokenizer import TextCodec
 from tests.support.chat_checkpoint import CHAT, write_chat_checkpoint
+from tests.support.described import assert_described
 from tests.support.fake_engine_client import FakeEngineClient
 
 MAX_BODY_BYTES = 20_000
@@ -26,13 +27,18 @@ class Api:
     settings: ApiSettings
 
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        """The answer; what is accepted must be what the OpenAPI document describes."""
+
         async def call() -> httpx.Response:
             app = build_api(self.client, self.settings)
             transport = httpx.ASGITransport(app=app, raise_app_exceptions=True)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 return await http.request(method, path, **kwargs)
 
-        return asyncio.run(call())
+        response = asyncio.run(call())
+        if response.status_code == 200 and method == "POST" and "json" in kwargs:
+            assert_described(path, kwargs["json"])
+        return response
 
     def get(self, path: str) -> httpx.Response:
         return self.request("GET", path)

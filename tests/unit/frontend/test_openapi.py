@@ -118,6 +118,148 @@ def test_accepted_body_and_its_answer_fit_the_schemas(make_api, served, path):
         check(served, request, {**body, "nonsense": 1})
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+REFUSALS = {
+    "/v1/chat/completions": [
+        {"messages": []},
+        {"messages": "hi"},
+        {"messages": ["hi"]},
+        {"messages": [{"content": "hi"}]},
+        {"messages": [{"role": "robot", "content": "hi"}]},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "user", "content": [IMAGE]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]},
+        {"messages": [{"role": "user", "content": "hi", "name": "Ann"}]},
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        {"messages": [USER, {"role": "assistant", "audio": {"id": "x"}}]},
+        {"messages": [USER, {"role": "tool", "content": [IMAGE]}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": "x"}}]},
+        {"tools": [CHAT_TOOL], "tool_choice": "weather"},
+        {"tools": [CHAT_TOOL], "tool_choice": {"type": "function", "name": "weather"}},
+        {"response_format": {"type": "grammar"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "text", "json_schema": {"name": "n"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+        {"prediction": {"type": "content"}},
+        {"stream_options": {"include_usage": "yes"}},
+        {"audio": {}},
+    ],
+    "/v1/completions": [
+        {"prompt": ""},
+        {"prompt": []},
+        {"prompt": [""]},
+        {"prompt": [1, "a"]},
+        {"prompt": [1.5]},
+        {"prompt": [[]]},
+        {"prompt": {"a": 1}},
+        {"prompt": ["a"] * 65},
+    ],
+    "/v1/responses": [
+        {"input": ""},
+        {"input": []},
+        {"input": ["hi"]},
+        {"input": [{"role": "robot", "content": "x"}]},
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        {"input": [USER, {"type": "reasoning", "summary": [{"text": "x"}]}]},
+        {"input": [USER, {"type": "function_call", "call_id": "c", "name": "f"}]},
+        {"tools": [{"type": "web_search"}]},
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "web_search"}},
+        {"include": ["reasoning.encrypted_content"]},
+        {"text": {"verbosity": "low"}},
+        {"truncation": "auto"},
+        {"store": True},
+    ],
+    "/v1/messages": [
+        {"messages": []},
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "user", "content": []}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+        {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use"}]}, USER]},
+        {"system": [{"type": "image", "source": {}}]},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"name": "f"}]},
+        {"tool_choice": {"type": "function"}},
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+        {"thinking": {"type": "adaptive", "budget_tokens": 1024}},
+        {"output_config": {"format": {"type": "text", "schema": {}}}},
+    ],
+    "/tokenize": [
+        {"prompt": None, "messages": [{"role": "user", "content": [IMAGE]}]},
+        {"prompt": None, "messages": [USER], "tools": [{"type": "web_search"}]},
+    ],
+}
+"""What is documented as refused, by route: fields that replace those of BODIES."""
+ACCEPTED = {
+    "/v1/chat/completions": [
+        {"messages": [{"role": "developer", "content": "x"}, USER]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]},
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALLED]},
+                {"role": "tool", "tool_call_id": "c", "content": []},
+            ]
+        },
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning": "r"}, USER]},
+        {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+        {"tool_choice": "required"},
+        {"response_format": {"type": "json_object"}, "tools": None},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": True}}},
+        {"prediction": {"type": "content", "content": [{"type": "text", "text": "a"}]}},
+    ],
+    "/v1/completions": [
+        {"prompt": [1, 2]},
+        {"prompt": ["a", [3]]},
+        {"prompt": [[1], [2]]},
+        {"echo": True, "logprobs": 1},
+    ],
+    "/v1/responses": [
+        {"input": "hi"},
+        {"input": [{"type": "message", "role": "user", "content": [], "id": None}, USER]},
+        {"input": [USER, {"type": "reasoning", "summary": None, "content": None}, USER]},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        {"tool_choice": {"type": "function", "name": "weather"}},
+    ],
+    "/v1/messages": [
+        {"system": [{"type": "text", "text": "s"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+        {"thinking": None},
+        {"tool_choice": {"type": "tool", "name": "weather"}},
+    ],
+}
+
+
+def cases(table):
+    """Route and whole body of every entry."""
+    return [(path, {**BODIES[path], **fields}) for path, some in table.items() for fields in some]
+
+
+@pytest.mark.parametrize(("path", "body"), cases(REFUSALS))
+def test_documented_refusal_is_refused_by_server_and_schema(make_api, served, path, body):
+    assert make_api().post(path, body).status_code == 400
+    request = served["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    with pytest.raises(jsonschema.ValidationError):
+        check(served, request, body)
+
+
+@pytest.mark.parametrize(("path", "body"), cases(ACCEPTED))
+def test_forms_that_are_taken_fit_the_schema(make_api, path, body):
+    """`Api.request` holds every accepted body of this room's tests against the document."""
+    response = make_api(answer("why</think>so", step=50)).post(path, body)
+    assert response.status_code == 200, response.text
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}"])
 def test_models_fit_the_schemas(api, served, path):
     response = api.get(path.replace("{model}", "tiny"))
