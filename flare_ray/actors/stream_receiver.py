@@ -11,18 +11,19 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 
 from flare_ray.contracts.messages import (
+    Admitted,
+    Delta,
     Failed,
     Finished,
     Heartbeat,
     StreamBatch,
-    StreamItem,
 )
 
 logger = logging.getLogger(__name__)
@@ -32,12 +33,16 @@ MAX_BATCH_BYTES = 4 * 1024 * 1024
 UNKNOWN_ENGINE_S = 1.0
 """Seconds for which an engine id without a secret is refused without asking again."""
 MAX_UNKNOWN_ENGINES = 64
+EVENTS, READABLE, AT_ONCE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
+"""Of the library, as plain numbers: its enumerations cost more than what they are passed to."""
 
 _decode = msgspec.msgpack.Decoder(StreamBatch).decode
 
+ENDS = (Finished, Failed)
+RequestItem = Admitted | Delta | Finished | Failed
 SecretLookup = Callable[[str], Awaitable[bytes | None]]
 """Engine id -> its start-up secret, None if no such engine is known."""
-Deliver = Callable[[tuple[StreamItem, ...]], None]
+Deliver = Callable[[Sequence[RequestItem]], None]
 """Takes items of expected requests, in order, on the receiver's event loop."""
 
 
@@ -102,34 +107,32 @@ class StreamReceiver:
         port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.address = f"tcp://{host}:{port}"
         self.refused = 0
-        self._arrived = asyncio.Event()
         self._watched: tuple[asyncio.AbstractEventLoop, int] | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
+        self._finding: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin to receive; call on the event loop that consumes the items."""
         # The library's own asyncio socket costs some 50 us a message, this a tenth of it.
         loop, descriptor = asyncio.get_running_loop(), int(self._socket.getsockopt(zmq.FD))
-        loop.add_reader(descriptor, self._arrived.set)
+        loop.add_reader(descriptor, self._receive)
         self._watched = loop, descriptor
         # What came before is not signalled again.
-        self._arrived.set()
-        self._tasks = [
-            asyncio.create_task(self._receive(), name="flare-stream-receive"),
-            asyncio.create_task(self._watch(), name="flare-stream-watch"),
-        ]
+        loop.call_soon(self._receive)
+        self._watching = asyncio.create_task(self._watch(), name="flare-stream-watch")
 
     async def close(self) -> None:
         """Stop receiving and end every expected request with an error; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []
-        self._fail(list(self._expected), "the HTTP replica is shutting down")
         if self._watched is not None:
             loop, descriptor = self._watched
             loop.remove_reader(descriptor)
             self._watched = None
+        tasks = [task for task in (self._watching, self._finding) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._watching = None
+        self._fail(list(self._expected), "the HTTP replica is shutting down")
         if not self._socket.closed:
             self._socket.close()
             self._context.term()
@@ -154,35 +157,51 @@ class StreamReceiver:
         """Requests expected."""
         return len(self._expected)
 
-    async def _receive(self) -> None:
-        while True:
-            await self._arrived.wait()
-            # Before the first read: a message behind the last one read sets it again.
-            self._arrived.clear()
-            while (message := self._next_message()) is not None:
-                try:
-                    await self._take(message)
-                except Exception:
-                    # One bad message, or a failed look-up, must not end the output of all others.
-                    logger.exception("a message on the output stream could not be handled")
+    def _receive(self) -> None:
+        """Take what has arrived. The descriptor tells of a change, not of a state: read until there
+        is nothing. While an engine is looked up, what came behind its first batch waits."""
+        while self._watched is not None and self._finding is None:
+            try:
+                message = self._socket.recv(AT_ONCE)
+            except zmq.Again:
+                return
+            try:
+                self._take(message)
+            except Exception:
+                # One bad message must not end the output of all others.
+                logger.exception("a message on the output stream could not be handled")
+            # Asked, not tried: the exception costs three times as much.
+            if not int(self._socket.getsockopt(EVENTS)) & READABLE:
+                return
 
-    def _next_message(self) -> bytes | None:
-        """A message that has arrived. The descriptor tells of a change, not of a state: read until
-        there is none."""
-        try:
-            message: bytes = self._socket.recv(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        return message
-
-    async def _take(self, message: bytes) -> None:
+    def _take(self, message: bytes) -> None:
         try:
             batch = _decode(message)
         except msgspec.MsgspecError as error:
             self._refuse(f"unreadable message of {len(message)} bytes: {error}")
             return
-        engine = self._engines.get(batch.engine_id) or await self._find(batch.engine_id)
-        if engine is None or not hmac.compare_digest(engine.secret, batch.secret):
+        engine = self._engines.get(batch.engine_id)
+        if engine is None:
+            self._finding = asyncio.create_task(self._take_from_unknown(batch))
+        else:
+            self._accept(batch, engine)
+
+    async def _take_from_unknown(self, batch: StreamBatch) -> None:
+        try:
+            engine = await self._find(batch.engine_id)
+            if engine is None:
+                self._refuse("message without a valid engine secret")
+            else:
+                self._accept(batch, engine)
+        except Exception:
+            logger.exception("an engine on the output stream could not be looked up")
+        finally:
+            self._finding = None
+        self._receive()
+
+    def _accept(self, batch: StreamBatch, engine: _Engine) -> None:
+        """Hand over the items of a batch that says it is from `engine`."""
+        if not hmac.compare_digest(engine.secret, batch.secret):
             self._refuse("message without a valid engine secret")
             return
         engine.seen_s = time.monotonic()
@@ -193,26 +212,29 @@ class StreamReceiver:
                 f"{engine.sequence}",
             )
         engine.sequence = batch.sequence
-        wanted = tuple(
-            item
-            for item in batch.items
-            if not isinstance(item, Heartbeat)
-            and self._is_expected(item.request_id, batch.engine_id, engine)
-        )
+        wanted: list[RequestItem] = []
+        ended: list[str] = []
+        for item in batch.items:
+            if isinstance(item, Heartbeat):
+                continue
+            if self._is_expected(item.request_id, batch.engine_id, engine):
+                wanted.append(item)
+                if isinstance(item, ENDS):
+                    ended.append(item.request_id)
         if wanted:
             self._hand_over(wanted)
-        for item in wanted:
-            if isinstance(item, Finished | Failed):
-                self.forget(item.request_id)
+        for request_id in ended:
+            self.forget(request_id)
 
     def _is_expected(self, request_id: str, engine_id: str, engine: _Engine) -> bool:
         expected = self._expected.get(request_id)
         if expected is None:
             return False  # the client has gone; its cancellation is under way
+        if expected.engine_id == engine_id:
+            return True
         if not expected.engine_id:
             expected.engine_id = engine_id
             engine.requests.add(request_id)
-        if expected.engine_id == engine_id:
             return True
         logger.warning(
             "engine %s sent output of request %s, which engine %s serves; dropped",
@@ -265,7 +287,7 @@ class StreamReceiver:
             # Forgotten first: whoever takes the item may expect the same request again.
             self.forget(request_id)
             failed = Failed(request_id, "rank_failure", message, status=503, emitted=emitted)
-            self._hand_over((failed,))
+            self._hand_over([failed])
 
     def _refuse(self, why: str) -> None:
         self.refused += 1

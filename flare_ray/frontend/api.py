@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from flare_ray.frontend.admin import AdminRoutes
 from flare_ray.frontend.anthropic.prepare import check_version, count_tokens, prepare_message
@@ -44,14 +45,23 @@ from flare_ray.frontend.openapi import document
 from flare_ray.frontend.page import page_routes
 from flare_ray.frontend.responses.prepare import prepare_response
 from flare_ray.frontend.settings import ApiSettings
+from flare_ray.frontend.sse import SERVER_SEND
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EVERY_METHOD = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
+class _Api(FastAPI):
+    """The framework's application, which remembers what it was called with."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
+
+
 def build_api(client: EngineClient, settings: ApiSettings) -> FastAPI:
     """The application."""
-    app = FastAPI(title="flare_ray", docs_url=None, redoc_url=None, openapi_url=None)
+    app = _Api(title="flare_ray", docs_url=None, redoc_url=None, openapi_url=None)
     routes = _Routes(client, settings)
     for path, method, handler in (
         ("/v1/chat/completions", "POST", routes.chat),

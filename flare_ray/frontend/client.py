@@ -6,7 +6,7 @@ Serve one (`router.py`) and the one of a single process (`inprocess.py`); tests 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,11 @@ class RequestStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[StreamEvent]:
         """The events, in order; iterated once."""
+
+    def divert(self, bypass: Callable[[Delta], bool]) -> None:
+        """Offer deltas to `bypass` first, from before the first event is read: those that arrive
+        while the reader waits for one, having dealt with all before. What `bypass` takes is not
+        yielded; what it raises is raised where the reader waits."""
 
     async def aclose(self) -> None:
         """Cancel the request if it still runs, and forget it; idempotent, never raises."""

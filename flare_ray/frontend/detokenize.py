@@ -23,6 +23,7 @@ class IncrementalDetokenizer:
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         self._token_bytes = token_bytes
+        self._is_whole = True
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, tokens: Sequence[int], *, trim_bytes: int = 0) -> str:
@@ -37,7 +38,16 @@ class IncrementalDetokenizer:
         pieces = [table[token] if token < len(table) else b"" for token in tokens]
         if trim_bytes and pieces:
             pieces[-1] = pieces[-1][: max(len(pieces[-1]) - trim_bytes, 0)]
-        return self._decoder.decode(b"".join(pieces))
+        data = b"".join(pieces)
+        if self._is_whole:
+            # Nothing waits in the decoder, which is slower and would give the same.
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_whole = not self._decoder.getstate()[0]
+        return text
 
     def finish(self) -> str:
         """What is left: U+FFFD for a character that never became whole, else nothing."""

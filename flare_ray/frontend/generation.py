@@ -24,7 +24,7 @@ from flare_ray.frontend.guard import caller_of, request_id_of
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.openai.requests import decode_json
 from flare_ray.frontend.settings import ApiSettings
-from flare_ray.frontend.sse import EventStream, until_gone
+from flare_ray.frontend.sse import EventStream, Outlet, until_gone
 
 logger = logging.getLogger("ray.serve.flare")
 
@@ -40,6 +40,11 @@ class AnswerWriter(Protocol):
 
     def frames(self, streams: Sequence[RequestStream]) -> AsyncIterator[bytes]:
         """Server-sent events; a failure is the last of them."""
+
+    @property
+    def more(self) -> Callable[[Delta], bytes] | None:
+        """What `frames` would make of a delta of its only stream, b"" for one that shows nothing
+        yet; used in its place while it waits for one. None = `frames` must see every delta."""
 
 
 Prepare = Callable[..., Awaitable[tuple[Prepared, AnswerWriter]]]
@@ -81,7 +86,10 @@ class Generator:
         except BaseException:
             await close()
             raise
-        return EventStream(writer.frames(streams), close=close)
+        outlet = Outlet(writer.frames(streams))
+        if writer.more is not None and len(streams) == 1:
+            streams[0].divert(_bypass(writer.more, outlet))
+        return EventStream(outlet, close=close)
 
     async def _whole(
         self,
@@ -128,6 +136,17 @@ class MeteredStream:
         self._caller = caller
         self._tokens = 0
 
+    def divert(self, bypass: Callable[[Delta], bool]) -> None:
+        """See `RequestStream.divert`."""
+
+        def metered(delta: Delta) -> bool:
+            taken = bypass(delta)
+            if taken:
+                self._tokens += len(delta.tokens)
+            return taken
+
+        self._stream.divert(metered)
+
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         async for event in self._stream:
             if isinstance(event, Delta):
@@ -142,6 +161,21 @@ class MeteredStream:
         tokens, self._tokens = self._tokens, 0
         await self._stream.aclose()
         await self._caller.spend(tokens)
+
+
+def _bypass(more: Callable[[Delta], bytes], outlet: Outlet) -> Callable[[Delta], bool]:
+    """The short way of a delta: written by who brings it. Not while the client is behind: what
+    arrives then is joined (`Inbox`)."""
+
+    def bypass(delta: Delta) -> bool:
+        if not outlet.ready:
+            return False
+        piece = more(delta)
+        if piece:
+            outlet.write(piece)
+        return True
+
+    return bypass
 
 
 def session_of(headers: Mapping[str, str], name: str) -> str:

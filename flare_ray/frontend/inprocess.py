@@ -20,7 +20,7 @@ from flare_ray.contracts.tiers import Tier
 from flare_ray.errors import Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
-from flare_ray.frontend.stream import Inbox, RequestItem, StreamTable, failure_error
+from flare_ray.frontend.stream import Bypass, Inbox, RequestItem, StreamTable, failure_error
 
 
 class LocalEngine(Protocol):
@@ -199,6 +199,10 @@ class _LocalStream:
                 if self._ended:
                     return
             pending = await self._inbox.take()
+
+    def divert(self, bypass: Bypass) -> None:
+        """See `RequestStream.divert`."""
+        self._inbox.bypass = bypass
 
     async def aclose(self) -> None:
         """See `RequestStream.aclose`."""

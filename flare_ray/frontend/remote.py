@@ -32,7 +32,7 @@ from flare_ray.errors import FlareError, InvalidRequest, Overloaded
 from flare_ray.frontend.client import EngineInfo, StreamEvent
 from flare_ray.frontend.openai.errors import UNAVAILABLE_RETRY_S
 from flare_ray.frontend.quarantine import Quarantine
-from flare_ray.frontend.stream import Inbox, RequestItem, StreamTable, failure_error
+from flare_ray.frontend.stream import Bypass, Inbox, RequestItem, StreamTable, failure_error
 
 logger = logging.getLogger("ray.serve.flare")
 
@@ -273,6 +273,7 @@ class RemoteStream:
         self._number = 0
         self._admissions = 0
         self._pending: list[RequestItem] = []
+        self._bypass: Bypass | None = None
         self._finished = False
         self._ended: Failed | None = None
 
@@ -317,6 +318,10 @@ class RemoteStream:
             )
             await self._client.wait_ready(deadline_s)
 
+    def divert(self, bypass: Bypass) -> None:
+        """See `RequestStream.divert`."""
+        self._bypass = bypass
+
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
         """See `RequestStream.__aiter__`."""
         shown = False
@@ -329,7 +334,9 @@ class RemoteStream:
                     continue
                 if isinstance(item, Admitted):
                     continue
-                if isinstance(item, Failed) and await self._readmitted(item, shown=shown):
+                if isinstance(item, Failed) and await self._readmitted(
+                    item, shown=shown or self._inbox.bypassed
+                ):
                     break
                 self._finished = isinstance(item, Finished)
                 if self._finished:
@@ -337,8 +344,13 @@ class RemoteStream:
                 yield item
                 return
             if not self._pending:
-                assert self._attempt is not None
-                self._pending = await self._attempt.inbox.take()
+                self._inbox.bypass = self._bypass
+                self._pending = await self._inbox.take()
+
+    @property
+    def _inbox(self) -> Inbox:
+        assert self._attempt is not None
+        return self._attempt.inbox
 
     async def aclose(self) -> None:
         """See `RequestStream.aclose`."""

@@ -8,7 +8,7 @@ replicas (OTEL_EXPORTER_OTLP_ENDPOINT and its kin). No text and no token is in t
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from flare_ray.contracts.messages import Delta, Failed, Finished
@@ -61,15 +61,24 @@ class TracedStream:
     def __init__(self, stream: RequestStream, span: Any) -> None:
         self._stream = stream
         self._span = span
+        self._begun = False
         self._has_ended = False
 
+    def divert(self, bypass: Callable[[Delta], bool]) -> None:
+        """See `RequestStream.divert`."""
+
+        def traced(delta: Delta) -> bool:
+            taken = bypass(delta)
+            if taken:
+                self._begin()
+            return taken
+
+        self._stream.divert(traced)
+
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
-        begun = False
         async for event in self._stream:
             if isinstance(event, Delta):
-                if not begun:
-                    self._span.add_event("first_token")
-                begun = True
+                self._begin()
             else:
                 self._has_ended = True
                 self._tell(event)
@@ -82,6 +91,11 @@ class TracedStream:
             if not self._has_ended:
                 self._span.add_event("cancelled")
             self._span.end()
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._span.add_event("first_token")
 
     def _tell(self, end: Finished | Failed) -> None:
         if isinstance(end, Failed):

@@ -37,6 +37,7 @@ class Turn:
         )
         self.trail = SourceTrail() if prepared.token_sources else None
         self.token_trail = TokenTrail() if by_token else None
+        self._traced = prepared.token_sources or by_token
         self._last_token = -1
         self._last_source = int(TokenSource.TARGET)
         self.reasoning_tokens = 0
@@ -49,9 +50,9 @@ class Turn:
 
     def add(self, delta: Delta) -> list[ChatEvent]:
         """What newly visible tokens complete; empty while text is held back."""
-        billed = self._parser.in_reasoning or self._parser.undecided
-        if not billed and not self._traced:
-            return self._push(delta.tokens, delta.trim_bytes)
+        if not self._traced and self._parser.outside_reasoning:
+            text = self._detokenizer.push(delta.tokens, trim_bytes=delta.trim_bytes)
+            return self._parser.feed(text) if text else []
         # One by one: a delta may leave reasoning in its middle, tokens are billed by kind, and each
         # has a source of its own.
         events: list[ChatEvent] = []
@@ -80,10 +81,6 @@ class Turn:
             append_event(events, event)
         self._show()
         return events
-
-    @property
-    def _traced(self) -> bool:
-        return self.trail is not None or self.token_trail is not None
 
     def _push(self, tokens: tuple[int, ...], trim_bytes: int) -> list[ChatEvent]:
         text = self._detokenizer.push(tokens, trim_bytes=trim_bytes)

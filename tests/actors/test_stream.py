@@ -138,6 +138,45 @@ async def test_unreadable_message_is_dropped_and_the_next_one_arrives():
             await inbox.wait(1)
 
 
+async def test_batches_behind_a_slow_lookup_arrive_in_order_once_it_ends():
+    inbox, may_answer = Inbox(), asyncio.Event()
+    look_up = inbox.secret_of
+
+    async def slowly(engine_id):
+        await may_answer.wait()
+        return await look_up(engine_id)
+
+    inbox.secret_of = slowly
+    async with receiving(inbox) as receiver:
+        with sending() as sender:
+            receiver.expect("x")
+            for token in range(20):
+                sender.send(receiver.address, (Delta("x", (token,)),))
+            await asyncio.sleep(0.05)
+            assert inbox.items == []
+            may_answer.set()
+            items = await inbox.wait(20)
+    assert [item.tokens for item in items[:20]] == [(token,) for token in range(20)]
+    assert inbox.lookups == ["a"]
+
+
+async def test_receiver_closes_in_the_middle_of_a_lookup():
+    inbox, asked = Inbox(), asyncio.Event()
+
+    async def never(engine_id):
+        asked.set()
+        await asyncio.sleep(3600)
+
+    inbox.secret_of = never
+    async with receiving(inbox) as receiver:
+        with sending() as sender:
+            receiver.expect("x")
+            sender.send(receiver.address, (Delta("x", (1,)),))
+            await asyncio.wait_for(asked.wait(), LIMIT_S)
+    (failed,) = inbox.items
+    assert isinstance(failed, Failed) and failed.request_id == "x"
+
+
 async def test_failing_lookup_does_not_end_the_receiver():
     inbox = Inbox()
 

@@ -31,14 +31,25 @@ class FakeStream:
         self.request = request
         self.ended = False
         self.closed = False
+        self._bypass: Callable[[Delta], bool] | None = None
+
+    def divert(self, bypass: Callable[[Delta], bool]) -> None:
+        if self._client.offers_bypass:
+            self._bypass = bypass
 
     async def __aiter__(self) -> AsyncIterator[StreamEvent]:
+        waits = False
         for step in self._client.script(self.request):
             if isinstance(step, float):
+                waits = True
                 await asyncio.sleep(step)
             elif isinstance(step, asyncio.Event):
+                waits = True
                 await step.wait()
+            elif isinstance(step, Delta) and waits and self._bypass and self._bypass(step):
+                self._client.bypassed += 1
             else:
+                waits = False
                 self.ended = isinstance(step, Finished | Failed)
                 yield step
 
@@ -52,7 +63,11 @@ class FakeStream:
 
 
 class FakeEngineClient:
-    """Set `script`, `refusal` or `ready` to choose what happens."""
+    """Set `script`, `refusal`, `ready` or `offers_bypass` to choose what happens.
+
+    Deltas behind a pause of a script find their reader waiting; `bypassed` counts those that went
+    past it.
+    """
 
     def __init__(self, script: Script | None = None) -> None:
         self.script: Script = script or answer("hello")
@@ -63,6 +78,8 @@ class FakeEngineClient:
         self.cancelled: list[str] = []
         self.engine_info = INFO
         self.resets: list[frozenset[Tier]] = []
+        self.offers_bypass = True
+        self.bypassed = 0
 
     async def open(self, request: GenerationRequest) -> FakeStream:
         self.requests.append(request)

@@ -158,6 +158,7 @@ class MessageAnswer:
     """The response to one prepared request of one choice."""
 
     def __init__(self, settings: ApiSettings, prepared: Prepared, *, show_thinking: bool) -> None:
+        self.more = None
         self._model = settings.model_name
         self._prepared = prepared
         self._turn = Turn(settings, prepared)

@@ -30,11 +30,14 @@ class ScoredTokens:
     Args:
         token_bytes: bytes by token id.
         wanted: the request asked for log-probabilities.
+
+    Attributes:
+        wanted: as given.
     """
 
     def __init__(self, token_bytes: Sequence[bytes], *, wanted: bool) -> None:
         self._table = token_bytes
-        self._wanted = wanted
+        self.wanted = wanted
         self._tokens: list[tuple[int, TokenScore | None]] = []
         self.rewind()
 
@@ -46,22 +49,22 @@ class ScoredTokens:
 
     def add(self, delta: Delta) -> None:
         """Newly visible tokens."""
-        if self._wanted:
+        if self.wanted:
             self._tokens += zip(delta.tokens, delta.scores, strict=True)
 
     def echo(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
         """The prompt as the first part of the output; its first token has no score."""
-        if self._wanted:
+        if self.wanted:
             self._tokens += zip(tokens, (None, *scores), strict=True)
 
     def ended(self, finished: Finished) -> None:
         """The token that ended the output, which is no part of its text."""
-        if self._wanted and finished.ender_score is not None:
+        if self.wanted and finished.ender_score is not None:
             self._tokens.append((finished.ender, finished.ender_score))
 
     def chat(self) -> ChatLogprobs | None:
         """What was not handed out yet, in the shape of a chat; None where nothing was asked for."""
-        if not self._wanted:
+        if not self.wanted:
             return None
         taken = self._take()
         return ChatLogprobs([self.entry(t, score) for t, score in taken if score is not None])
@@ -85,7 +88,7 @@ class ScoredTokens:
 
     def text(self) -> TextLogprobs | None:
         """What was not handed out yet, in the shape of a text completion."""
-        if not self._wanted:
+        if not self.wanted:
             return None
         found = TextLogprobs([], [], [], [])
         for token, score in self._take():

@@ -222,6 +222,26 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelEntry]
 
 
+class TextFrame:
+    """A server-sent event in which one text changes.
+
+    Args:
+        empty: the event with "" for that text.
+        name: of its field. Quotes inside JSON strings are escaped, so that no other place looks
+            like it.
+    """
+
+    def __init__(self, empty: bytes, name: str) -> None:
+        field = f'"{name}":'.encode()
+        before, found, self._after = empty.partition(field + b'""')
+        assert found, (name, empty)
+        self._before = before + field
+
+    def around(self, text: str) -> bytes:
+        """The event with `text`."""
+        return self._before + _encode(text) + self._after
+
+
 def encode(value: msgspec.Struct) -> bytes:
     """JSON."""
     return _encode(value)

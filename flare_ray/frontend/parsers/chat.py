@@ -101,6 +101,11 @@ class ChatParser:
             self._state = _State.START if chat.reasoning_open else _State.CONTENT
 
     @property
+    def outside_reasoning(self) -> bool:
+        """Whether the next letter cannot turn out to belong to reasoning that has begun."""
+        return self._state is _State.CONTENT or not (self.in_reasoning or self.undecided)
+
+    @property
     def in_reasoning(self) -> bool:
         """Whether the next letter belongs to reasoning, its closing tag included."""
         return self._state is _State.REASONING
@@ -115,7 +120,8 @@ class ChatParser:
         """Events that `text` completes; neighbouring text of one kind is joined."""
         self._fed += len(text)
         if not self._buffer and (plain := self._plain(text)) is not None:
-            self._trace(len(text), 0)
+            if self._shown is not None:
+                self._trace(len(text), 0)
             return [plain]
         events: list[ChatEvent] = []
         self._buffer += text

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningText:
+class ReasoningText(msgspec.Struct, frozen=True, gc=False):
     """A piece of reasoning."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ContentText:
+class ContentText(msgspec.Struct, frozen=True, gc=False):
     """A piece of the visible answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
+class ToolCall(msgspec.Struct, frozen=True, gc=False):
     """One complete call.
 
     Attributes:
@@ -33,24 +30,21 @@ class ToolCall:
     arguments: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallStart:
+class CallStart(msgspec.Struct, frozen=True, gc=False):
     """A call whose arguments follow in parts; `index` as in `ToolCall`."""
 
     index: int
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallArguments:
+class CallArguments(msgspec.Struct, frozen=True, gc=False):
     """More of its arguments: the texts add up to what `ToolCall.arguments` would be."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class CallEnd:
+class CallEnd(msgspec.Struct, frozen=True, gc=False):
     """Nothing of it follows.
 
     Attributes:

@@ -280,6 +280,10 @@ class ResponseAnswer:
             if events:
                 yield _joined(events)
 
+    def more(self, delta: Delta) -> bytes:
+        """See `AnswerWriter.more`."""
+        return _joined(self._write(delta))
+
     def _write(self, delta: Delta) -> list[msgspec.Struct]:
         self._scored.add(delta)
         return self._writer.write(self._turn.add(delta))

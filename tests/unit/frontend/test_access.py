@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from flare_ray.contracts.messages import Delta
+from flare_ray.contracts.messages import Delta, Failed
 from flare_ray.errors import ConfigError
 from flare_ray.frontend.access import Access, LocalLedger
 from flare_ray.frontend.access import keys as key_files
@@ -205,6 +205,18 @@ def test_output_of_a_request_that_failed_half_way_is_counted(guard):
 
     api = guard({"name": "a", "key": SECRET, "tokens_per_minute": 800}, script=script)
     assert chat(api).status_code == 500
+    assert chat(api).status_code == 429
+
+
+def test_output_that_went_past_the_reader_is_counted(guard):
+    def script(request):
+        yield 0.0
+        yield Delta(request.request_id, byte_tokens("x" * 800))
+        yield Failed(request.request_id, "rank_failure", "gone", status=503)
+
+    api = guard({"name": "a", "key": SECRET, "tokens_per_minute": 800}, script=script)
+    assert "gone" in chat(api, stream=True).text
+    assert api.client.bypassed == 1
     assert chat(api).status_code == 429
 
 

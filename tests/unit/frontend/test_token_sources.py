@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flare_ray.contracts.messages import Delta, Finished, TokenSource
-from flare_ray.frontend.openai.answer import ChatChoiceBuilder, TextChoiceBuilder
+from flare_ray.frontend.openai.choices import ChatChoiceBuilder, TextChoiceBuilder
 from flare_ray.frontend.openai.logprobs import ScoredTokens
 from flare_ray.frontend.openai.prepare import Prepared
 from flare_ray.frontend.settings import ApiSettings
@@ -139,13 +139,17 @@ def test_merged_deltas_keep_the_sources_of_both():
     assert merged == [Delta("r", (1, 2, 3), sources=b"\0\1\2")]
 
 
+def unencoded(chunks):
+    raise AssertionError(f"only records are wanted here, got {chunks} to encode")
+
+
 def chat_builder(codec, chat, *, inside, in_parts, tools=TOOLS):
     options = ApiSettings(model_name="tiny", codec=codec, chat=chat, max_body_bytes=1 << 20)
     prepared = Prepared(
         "r", (), (1,), in_parts, False, tools=tools, inside_reasoning=inside, token_sources=True
     )
     scored = ScoredTokens(codec.token_bytes, wanted=False)
-    return ChatChoiceBuilder(0, Turn(options, prepared), scored, call_prefix="call")
+    return ChatChoiceBuilder(0, Turn(options, prepared), scored, unencoded, call_prefix="call")
 
 
 @pytest.mark.parametrize("name", CHATS)
@@ -181,7 +185,8 @@ def test_spans_follow_letters_through_tags_calls_and_lost_calls(
 @given(text=texts, sizes=st.lists(st.integers(1, 9), min_size=1, max_size=20))
 def test_spans_of_plain_text_follow_its_letters(codec, text, sizes):
     scored = ScoredTokens(codec.token_bytes, wanted=False)
-    builder = TextChoiceBuilder(0, SourcedText(codec.token_bytes, traced=True), scored)
+    text_source = SourcedText(codec.token_bytes, traced=True)
+    builder = TextChoiceBuilder(0, text_source, scored, unencoded)
     parts = [part for delta in deltas(text, sizes) for part in builder.add(delta)]
     parts += builder.end(Finished("r", "length", 1, 1))
     for part in parts:

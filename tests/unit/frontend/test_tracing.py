@@ -54,6 +54,15 @@ def test_a_request_is_one_span_below_its_callers(traced, stream):
     assert [event.name for event in span.events] == ["first_token"]
 
 
+def test_text_that_goes_past_the_reader_is_in_the_span_as_the_first_token(traced):
+    make, spans = traced
+    api = make(answer("why</think>yes", pause=0.0))
+    api.chat(stream=True)
+    assert api.client.bypassed > 1
+    (span,) = spans()
+    assert [event.name for event in span.events] == ["first_token"]
+
+
 def test_choices_have_spans_of_their_own(traced):
     make, spans = traced
     make(answer("x")).chat(n=3)
