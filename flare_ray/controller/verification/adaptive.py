@@ -15,6 +15,9 @@ Every round:
 2. The program of the last round is kept if it is worse by no more than what a change of program was
    measured to cost, spread over SWITCH_DWELL rounds. Where a change costs nothing, nothing is kept.
 3. A *probe* may replace it, if the exploration account can pay (`exploration`).
+4. A choice that was made again for the same lanes stands for some rounds (HELD_ROUNDS), whose
+   outcomes are learnt from together when the next one is made: between two programs nothing of the
+   policy is left in the caches, and its first round there costs three times what the next ones do.
 
 Bound: STATED_BOUND, over the worlds of tests/unit/controller/test_verification.py;
 `benchmarks.policy.simulate` compares over recorded, synthetic and shifting traces.
@@ -51,6 +54,9 @@ average over noise."""
 SWITCH_DECAY = 0.98
 SWITCH_DWELL = 8
 """Rounds a change of program is expected to last."""
+HELD_ROUNDS, HELD_IDLE_ROUNDS = 3, 8
+"""Most rounds for which one choice stands, with drafts and without: a change of texts is noticed so
+many rounds later at most. Without drafts nothing is learnt of them anyway."""
 MISSED_SHARE = 0.01
 """What a program that misses the target counts beside one that keeps it: less than any speed could
 make up for."""
@@ -99,9 +105,22 @@ class AdaptivePolicy:
         self._previous: Price | None = None
         self._last: _Last | None = None
         self._known_programs: dict[int, tuple[Sequence[GraphShape], list[Price]]] = {}
+        self._held = _Held()
+        self._unlearnt: list[tuple[CompletedRound, int]] = []
+        self._told: Decision | None = None
 
     def choose(self, cohort: Cohort, catalog: Sequence[GraphShape]) -> GraphShape:
         """The best program, or a probe that the account can pay."""
+        shape = self._held.standing(cohort, catalog)
+        if shape is None:
+            self.learn()
+            shape = self._chosen(cohort, catalog)
+            self._told = None
+            assert self._last is not None
+            self._held.start(shape, cohort, catalog, is_probe=self._last.reason == "probe")
+        return shape
+
+    def _chosen(self, cohort: Cohort, catalog: Sequence[GraphShape]) -> GraphShape:
         programs = self._programs(catalog)
         useful = _useful(cohort, catalog)
         candidates = programs if useful == len(programs) else programs[:useful]
@@ -140,7 +159,12 @@ class AdaptivePolicy:
         """The last choice; raises ContractViolation before the first."""
         if self._last is None:
             raise ContractViolation("a policy was asked to explain a choice it never made")
-        reason, place, lost, candidates, values, prices, expected, paces = self._last
+        if self._told is None:
+            self._told = self._explained(self._last)
+        return self._told
+
+    def _explained(self, last: _Last) -> Decision:
+        reason, place, lost, candidates, values, prices, expected, paces = last
         top = max(range(len(values)), key=lambda other: values[other] / prices[other])
         return Decision(
             shape=candidates[place].shape,
@@ -157,33 +181,50 @@ class AdaptivePolicy:
         )
 
     def observe(self, record: CompletedRound, cost_ns: int) -> None:
-        """Update survival, and from a round of usual time price and account."""
-        if not record.is_usual:
+        """Keep the round for the next choice to learn from."""
+        self._unlearnt.append((record, cost_ns))
+        if len(self._unlearnt) > HELD_IDLE_ROUNDS:
+            self.learn()
+
+    def learn(self) -> None:
+        """Learn from the rounds since the last choice: survival, and from rounds of usual time
+        prices and account."""
+        rounds, self._unlearnt = self._unlearnt, []
+        if len(rounds) > 1 and not any(r.sources or r.shape.packed_capacity for r, _ in rounds):
+            self.survival.observe_together([record.lanes for record, _ in rounds])
+            for record, cost_ns in rounds:
+                self._learn_cost(record, cost_ns)
+            return
+        for record, cost_ns in rounds:
+            if record.shape.packed_capacity and record.is_usual:
+                self._learn_confidence(record)
             self.survival.observe(record.lanes, record.sources)
+            self._learn_cost(record, cost_ns)
+
+    def _learn_cost(self, record: CompletedRound, cost_ns: int) -> None:
+        if not record.is_usual:
             return
         cost_ns = max(cost_ns, 1)
         shape = _without_drafter(record.shape) if record.copies_alone else record.shape
         program = self.cost.price(shape)
-        estimate_ns = self.cost.prices_ns([program])[0]
+        estimate_ns = self.cost.price_ns(program)
         self._switching.observe(cost_ns / estimate_ns - 1.0, switched=program is not self._previous)
         self._previous = program
-        if shape.packed_capacity:
-            self._learn_confidence(record)
-        self.survival.observe(record.lanes, record.sources)
         self.cost.observe(shape, cost_ns)
         gain_ns = 0.0
         if self._narrowest is not None and program is not self._narrowest:
             emitted = [lane.emitted for lane in record.lanes]
             alive = len(emitted) - emitted.count(0)
             if alive:
-                narrow_ns = self.cost.prices_ns([self._narrowest])[0]
+                narrow_ns = self.cost.price_ns(self._narrowest)
                 gain_ns = sum(emitted) / alive * narrow_ns - cost_ns
         drafted = shape.draft_tokens > 0
         self.account.credit(cost_ns, gain_ns=gain_ns, limit_ns=estimate_ns, drafted=drafted)
 
     def expected_rate(self, lane: CohortLane) -> float:
-        """At the widths of the last choice; an unknown request counts as the workload does. Among
-        others a copying lane saves no drafter, so tokens alone decide there."""
+        """At the widths of the last choice, by what was known then, since nothing else may decide
+        when rounds are learnt from; an unknown request counts as the workload does. Among others a
+        copying lane saves no drafter, so tokens alone decide there."""
         expected = self.survival.expected_by_drafts(lane)
         if self._last is None:
             return expected[-1]
@@ -198,6 +239,7 @@ class AdaptivePolicy:
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Update the source's survival."""
+        self.learn()
         self.survival.compared(uid, source, passed=passed, failed=failed)
 
     def _learn_confidence(self, record: CompletedRound) -> None:
@@ -212,6 +254,7 @@ class AdaptivePolicy:
 
     def forget(self, uid: int) -> None:
         """Drop what was learnt of one request; the workload keeps it."""
+        self.learn()
         self.survival.forget(uid)
 
     def _priced(self, lanes: Sequence[CohortLane], candidates: Sequence[Price]) -> Sequence[Price]:
@@ -307,6 +350,43 @@ class AdaptivePolicy:
                 gain = values[best] * prices[place] / (values[place] * prices[best])
                 return place if gain < 1.0 + margin else best
         return best
+
+
+class _Held:
+    """The last choice while it stands."""
+
+    def __init__(self) -> None:
+        self._shape: GraphShape | None = None
+        self._lanes: tuple[CohortLane, ...] = ()
+        self._catalog: Sequence[GraphShape] = ()
+        self._repeats = 0
+        self._left = 0
+
+    def standing(self, cohort: Cohort, catalog: Sequence[GraphShape]) -> GraphShape | None:
+        """The choice, if it still stands for these lanes: the same requests with the same ceilings
+        and nothing to copy."""
+        known = catalog is self._catalog or catalog == self._catalog
+        if self._left and known and cohort.lanes == self._lanes:
+            self._left -= 1
+            return self._shape
+        self._left = 0
+        return None
+
+    def start(
+        self,
+        shape: GraphShape,
+        cohort: Cohort,
+        catalog: Sequence[GraphShape],
+        *,
+        is_probe: bool,
+    ) -> None:
+        """A choice was made. Made again, it stands for one round more each time."""
+        same = shape is self._shape and cohort.lanes == self._lanes and not is_probe
+        self._repeats = self._repeats + 1 if same else 0
+        most = HELD_ROUNDS if shape.draft_tokens else HELD_IDLE_ROUNDS
+        copying = any(lane.sources for lane in cohort.lanes)
+        self._left = 0 if copying or is_probe else min(self._repeats, most - 1)
+        self._shape, self._lanes, self._catalog = shape, cohort.lanes, catalog
 
 
 class _SwitchCost:

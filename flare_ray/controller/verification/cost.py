@@ -195,7 +195,13 @@ class CostTable:
 
     def estimate_ns(self, shape: GraphShape) -> float:
         """Price of a round now; a guess from its neighbours if it never ran."""
-        return self.prices_ns([self.price(shape)])[0]
+        return self.price_ns(self.price(shape))
+
+    def price_ns(self, program: Price) -> float:
+        """As `prices_ns` of one program alone."""
+        if not self._guesses_hold:
+            self._renew_guesses()
+        return program.relative * self._level
 
     def prices_ns(self, candidates: Sequence[Price]) -> list[float]:
         """Estimates of programs that hold the same lanes, narrowest first.

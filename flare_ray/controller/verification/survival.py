@@ -53,11 +53,39 @@ _INITIAL_ROWS = 16
 FEW_LANES = 4
 """Largest round that is learnt from without arrays, whose operators cost a microsecond each."""
 
+Outcome = tuple[int, int, int]
+"""A request's round: its row, drafts that passed, 1 if the next one failed."""
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 _FATE = int(Status.ACTIVE | FAULTS)
 _LIVED = int(Status.ACTIVE)
 _DEPTHS: Ints = np.arange(MAX_DRAFTS)
+
+
+class _Evidence:
+    """What the tests of one request say so far; attributes as the columns of `_SourceTable`."""
+
+    __slots__ = ("passed", "surprise", "tested", "variance")
+
+    def __init__(
+        self, tested: list[float], passed: list[float], surprise: float, variance: float
+    ) -> None:
+        self.tested, self.passed = tested, passed
+        self.surprise, self.variance = surprise, variance
+
+    def add(self, successes: int, failed: int, surprise: float, variance: float) -> None:
+        """One more round: its outcome, how far that was from the forecast, the forecast's own
+        variance."""
+        self.surprise = self.surprise * RECENT_DECAY + surprise
+        self.variance = self.variance * RECENT_DECAY + variance
+        keep, until = REQUEST_DECAY, successes + failed
+        if self.surprise * self.surprise > SURPRISE * self.variance + 1.0:
+            keep, until = KEPT_AFTER_CHANGE, MAX_DRAFTS
+            self.surprise = self.variance = 0.0
+        tested, passed = self.tested, self.passed
+        for depth in range(until):
+            tested[depth] = tested[depth] * keep + (depth < successes + failed)
+            passed[depth] = passed[depth] * keep + (depth < successes)
 
 
 class _SourceTable:
@@ -121,57 +149,52 @@ class _SourceTable:
         self._surprise[rows], self._variance[rows] = surprise, variance
         self._store(rows, self._tested[rows] * keep + tested, self._passed[rows] * keep + passed)
 
-    def observe_few(self, outcomes: Sequence[tuple[int, int, int]]) -> None:
-        """As `observe`, for so few requests that arrays would cost more than they save.
-
-        Args:
-            outcomes: (row, depths passed, 1 if the next one failed).
-        """
-        tested, passed = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
-        told = []
-        for row, successes, failed in outcomes:
-            surprise = variance = 0.0
-            chances = self.chances[row].tolist()
-            for depth in range(successes + failed):
-                chance = chances[depth]
-                tested[depth] += 1
-                passed[depth] += depth < successes
-                surprise += (depth < successes) - chance
-                variance += chance * (1.0 - chance)
-            told.append((surprise, variance))
-        self.workload.observe(tested, passed, sum(t[0] for t in told), sum(t[1] for t in told))
-        rows = []
-        for (row, successes, failed), (surprise, variance) in zip(outcomes, told, strict=True):
-            surprise += float(self._surprise[row]) * RECENT_DECAY
-            variance += float(self._variance[row]) * RECENT_DECAY
-            keep = REQUEST_DECAY
-            if surprise * surprise > SURPRISE * variance + 1.0:
-                keep = KEPT_AFTER_CHANGE
+    def observe_few(self, rounds: Sequence[Sequence[Outcome]]) -> None:
+        """As `observe`, of rounds in their order that all know the chances of the first one; for so
+        few requests that arrays would cost more than they save."""
+        forecasts: dict[int, list[float]] = {}
+        evidence: dict[int, _Evidence] = {}
+        for outcomes in rounds:
+            tested, passed = [0] * MAX_DRAFTS, [0] * MAX_DRAFTS
+            surprises = variances = 0.0
+            for row, successes, failed in outcomes:
+                chances = forecasts.get(row)
+                if chances is None:
+                    chances = forecasts[row] = self.chances[row].tolist()
+                    evidence[row] = _Evidence(
+                        self._tested[row].tolist(),
+                        self._passed[row].tolist(),
+                        float(self._surprise[row]),
+                        float(self._variance[row]),
+                    )
                 surprise = variance = 0.0
-            self._surprise[row], self._variance[row] = surprise, variance
-            own_tested, own_passed = self._tested[row].tolist(), self._passed[row].tolist()
-            until = MAX_DRAFTS if keep == KEPT_AFTER_CHANGE else successes + failed
-            for depth in range(until):
-                own_tested[depth] = own_tested[depth] * keep + (depth < successes + failed)
-                own_passed[depth] = own_passed[depth] * keep + (depth < successes)
-            rows.append((row, own_tested, own_passed))
-        self._store_few(rows)
+                for depth in range(successes + failed):
+                    chance = chances[depth]
+                    tested[depth] += 1
+                    passed[depth] += depth < successes
+                    surprise += (depth < successes) - chance
+                    variance += chance * (1.0 - chance)
+                surprises += surprise
+                variances += variance
+                evidence[row].add(successes, failed, surprise, variance)
+            self.workload.observe(tested, passed, surprises, variances)
+        for row, own in evidence.items():
+            self._surprise[row], self._variance[row] = own.surprise, own.variance
+        self._store_few([(row, o.tested, o.passed) for row, o in evidence.items()], len(rounds))
 
-    def fade_few(self, rows: Sequence[int]) -> None:
-        """As `fade`, for few requests."""
-        self.workload.quiet()
+    def fade_few(self, rows: Sequence[int], rounds: int) -> None:
+        """As `fade` so many times, for few requests."""
+        self.workload.quiet(rounds)
+        kept = IDLE_DECAY**rounds
         self._store_few(
             [
-                (
-                    row,
-                    (self._tested[row] * IDLE_DECAY).tolist(),
-                    (self._passed[row] * IDLE_DECAY).tolist(),
-                )
+                (row, (self._tested[row] * kept).tolist(), (self._passed[row] * kept).tolist())
                 for row in rows
-            ]
+            ],
+            rounds,
         )
 
-    def _store_few(self, rows: Sequence[tuple[int, list[float], list[float]]]) -> None:
+    def _store_few(self, rows: Sequence[tuple[int, list[float], list[float]]], rounds: int) -> None:
         prior = self.workload.chances.tolist()
         sums = []
         for _, tested, passed in rows:
@@ -181,7 +204,8 @@ class _SourceTable:
                 forecast += likely
                 variance += likely * (1.0 - chance)
             sums.append((sum(tested), sum(passed), forecast, variance))
-        self._spread.observe_few([(passes - forecast, v) for _, passes, forecast, v in sums])
+        told = [(passes - forecast, v) for _, passes, forecast, v in sums]
+        self._spread.observe_few(told, rounds)
         half = self._spread.strength / 2
         for (row, tested, passed), (total, passes, forecast, _) in zip(rows, sums, strict=True):
             shift = (passes + half) * (total - forecast + half)
@@ -291,7 +315,7 @@ class SurvivalEstimator:
 
     def compared(self, uid: int, source: int, *, passed: int, failed: bool) -> None:
         """Learn from a copy that was not offered: its first depths, as the text told them."""
-        self._table(source).observe_few([(self._row(uid), passed, int(failed))])
+        self._table(source).observe_few([[(self._row(uid), passed, int(failed))]])
 
     def observe(self, lanes: Sequence[LaneRecord], sources: Sequence[tuple[int, ...]] = ()) -> None:
         """Learn from one round's records; dead and failed lanes teach nothing.
@@ -307,7 +331,7 @@ class SurvivalEstimator:
         if not told:
             return
         if len(told) <= FEW_LANES and not any(listed):
-            self._observe_few(told)
+            self._observe_few([told])
             return
         get = self._row_of.get
         found = [get(lane.uid, -1) for lane in told]
@@ -332,19 +356,35 @@ class SurvivalEstimator:
             self._learned.observe(rows[some], tested[some], passed[some])
             self._learned.fade(rows[~some])
 
-    def _observe_few(self, lanes: Sequence[LaneRecord]) -> None:
-        outcomes, idle = [], []
-        for lane in lanes:
-            if not lane.offered:
-                idle.append(self._row(lane.uid))
-                continue
-            failed = lane.accepted < lane.offered and lane.emitted > lane.accepted
-            passed = min(lane.accepted, lane.emitted)
-            outcomes.append((self._row(lane.uid), passed, int(failed)))
-        if outcomes:
-            self._learned.observe_few(outcomes)
-        if idle:
-            self._learned.fade_few(idle)
+    def observe_together(self, rounds: Sequence[Sequence[LaneRecord]]) -> None:
+        """As `observe` of each, without copies, which were all planned from one choice."""
+        few = all(len(lanes) <= FEW_LANES for lanes in rounds)
+        if few and all(lane.status & _FATE == _LIVED for lanes in rounds for lane in lanes):
+            self._observe_few(rounds)
+            return
+        for lanes in rounds:
+            self.observe(lanes)
+
+    def _observe_few(self, rounds: Sequence[Sequence[LaneRecord]]) -> None:
+        """Rounds of few living lanes: those that tested something, then who offered nothing."""
+        learnt: list[list[Outcome]] = []
+        idle: dict[int, int] = {}
+        for lanes in rounds:
+            outcomes = []
+            for lane in lanes:
+                if not lane.offered:
+                    idle[lane.uid] = idle.get(lane.uid, 0) + 1
+                    continue
+                failed = lane.accepted < lane.offered and lane.emitted > lane.accepted
+                passed = min(lane.accepted, lane.emitted)
+                outcomes.append((self._row(lane.uid), passed, int(failed)))
+            if outcomes:
+                learnt.append(outcomes)
+        if learnt:
+            self._learned.observe_few(learnt)
+        for times in sorted(set(idle.values())):
+            rows = [self._row(uid) for uid, count in idle.items() if count == times]
+            self._learned.fade_few(rows, times)
 
     def forget(self, uid: int) -> None:
         """Drop a request."""

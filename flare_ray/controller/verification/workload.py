@@ -58,7 +58,7 @@ class Workload:
         self._variance = 0.0
         self._recent = 0.0
         self.hints_at_better = False
-        self.chances = self._chances()
+        self._known: Floats | None = None
 
     def observe(
         self, tested: Sequence[int], passed: Sequence[int], surprise: float, variance: float
@@ -83,14 +83,22 @@ class Workload:
                     share = min(keep, MOST_AFTER_CHANGE / max(self._tested[depth], 1.0))
                 self._tested[depth] = self._tested[depth] * share + count
                 self._passed[depth] = self._passed[depth] * share + passed[depth]
-        self.chances = self._chances()
+        self._known = None
 
-    def quiet(self) -> None:
-        """A round tested nothing: what the last tests were surprised by fades, or a single probe
-        could never tell a change from the noise of others long ago."""
-        self._surprise *= QUIET_DECAY
-        self._variance *= QUIET_DECAY
-        self._recent *= QUIET_DECAY
+    def quiet(self, rounds: int = 1) -> None:
+        """So many rounds tested nothing: what the last tests were surprised by fades, or a single
+        probe could never tell a change from the noise of others long ago."""
+        kept = QUIET_DECAY**rounds
+        self._surprise *= kept
+        self._variance *= kept
+        self._recent *= kept
+
+    @property
+    def chances(self) -> Floats:
+        """[7]: conditional chance by depth; not to be written to."""
+        if self._known is None:
+            self._known = self._chances()
+        return self._known
 
     def _chances(self) -> Floats:
         chances = []
@@ -120,11 +128,11 @@ class Spread:
         found = float(excess @ excess) - CHANCE_SHARE * float(variance.sum())
         self._add(found / rows, float(variance @ variance) / rows, rows)
 
-    def observe_few(self, rows: Sequence[tuple[float, float]]) -> None:
-        """As `observe`: (excess, variance) per row."""
+    def observe_few(self, rows: Sequence[tuple[float, float]], rounds: int) -> None:
+        """As `observe`: (excess, variance) per row, after so many rounds."""
         found = sum(excess * excess - CHANCE_SHARE * variance for excess, variance in rows)
         square = sum(variance * variance for _, variance in rows)
-        self._add(found / len(rows), square / len(rows), len(rows))
+        self._add(found / len(rows), square / len(rows), len(rows) * rounds)
 
     def _add(self, found: float, square: float, rows: int) -> None:
         gain = 1.0 - SPREAD_DECAY**rows
