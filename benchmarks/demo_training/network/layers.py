@@ -415,7 +415,7 @@ class MtpLayer(nn.Module):
         chain: list[tuple[Tensor, Tensor]] = []
         first: tuple[Tensor, Tensor] | None = None
         for step in range(1, steps + 1):
-            x = self._inputs(embedded, _shifted(outs[-1], 1, 1) if outs else hidden, dtype)
+            x = self._inputs(embedded, shifted(outs[-1], 1, 1) if outs else hidden, dtype)
             q, k, v = attention.qkv(self._attention_input(x, dtype), rows)
             if first is None:
                 first = (k, v)
@@ -432,9 +432,7 @@ class MtpLayer(nn.Module):
         self, q: Tensor, first: tuple[Tensor, Tensor], chain: list[tuple[Tensor, Tensor]], step: int
     ) -> Tensor:
         last = len(chain) - 1
-        own = [
-            (_shifted(k, last - n, 2), _shifted(v, last - n, 2)) for n, (k, v) in enumerate(chain)
-        ]
+        own = [(shifted(k, last - n, 2), shifted(v, last - n, 2)) for n, (k, v) in enumerate(chain)]
         extra = torch.stack([(q * k).float().sum(-1) for k, _ in own], -1)
         extra = F.pad(extra, (0, MTP_DEPTH - 1 - len(own)), value=float("-inf"))
         at = torch.tensor(step, device=q.device)
@@ -443,7 +441,7 @@ class MtpLayer(nn.Module):
         return base @ first[1] + sum(weights[..., n : n + 1] * v for n, (_, v) in enumerate(own))
 
 
-def _shifted(x: Tensor, by: int, dim: int) -> Tensor:
+def shifted(x: Tensor, by: int, dim: int) -> Tensor:
     """``x`` moved ``by`` places along ``dim``, zeros in front."""
     if by == 0:
         return x
