@@ -26,7 +26,8 @@ pytestmark = [
 ]
 
 SECRET = "sk-0123456789abcdef"
-TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 
 
 # Chat
@@ -306,6 +307,20 @@ def test_a_tool_call_is_shown_and_its_result_sent(page, page_server):
     assert prompt.index("weather") < prompt.index(script.RESULT)
     assert page.run("return document.querySelector('.call textarea').readOnly")
     _nothing_ran(page)
+
+
+def test_a_call_that_was_cut_off_is_shown_and_never_sent(page, page_server):
+    engine, _ = page_server
+    page.set("#tools", json.dumps([TOOL]))
+    say(page, script.HALF)
+    answered(page)
+    assert page.text(".call code") == 'weather({"city": "Rom)'
+    assert "broke off" in page.text(".call .note")
+    assert not page.visible(".call textarea")
+    say(page, script.SOURCES)
+    answered(page, 2)
+    assert "Rom" not in prompt_text(engine.requests[-1])
+    calm(page)
 
 
 # Access

@@ -18,11 +18,14 @@ PIECES = (
 )
 """Content of the answer to SOURCES; its reasoning is REASONING."""
 REASONING = ((TokenSource.TARGET, "let me "), (TokenSource.DRAFTER, "think"))
-SOURCES, SLOW, MARKUP, CALL, FAIL, WIDE = "SOURCES", "SLOW", "MARKUP", "CALL", "FAIL", "WIDE"
+SOURCES, SLOW, MARKUP, FAIL, WIDE = "SOURCES", "SLOW", "MARKUP", "FAIL", "WIDE"
+CALL, HALF = "CALL", "HALF"
+"""A call; one that the budget cuts off."""
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><b id='no'>b</b>"
 HOSTILE_CALL = (
     f"<tool_call>weather<arg_key>city</arg_key><arg_value>{HOSTILE}</arg_value></tool_call>"
 )
+HALF_CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom"
 RESULT, VERDICT = "22 degrees", "It is warm."
 WORD = "w" * 60
 ACCEPTED, OFFERED, CACHED = 30, 50, 7
@@ -31,7 +34,7 @@ ACCEPTED, OFFERED, CACHED = 30, 50, 7
 def page_script(request: GenerationRequest) -> list[Step]:
     """See the constants above."""
     prompt = prompt_text(request)
-    asked = max((SOURCES, SLOW, MARKUP, CALL, FAIL, WIDE, RESULT), key=prompt.rfind)
+    asked = max((SOURCES, SLOW, MARKUP, FAIL, WIDE, CALL, HALF, RESULT), key=prompt.rfind)
     if asked == RESULT:
         return answer(f"</think>{VERDICT}")(request)
     if asked == SLOW:
@@ -40,6 +43,8 @@ def page_script(request: GenerationRequest) -> list[Step]:
         return answer(f"{HOSTILE}</think>{HOSTILE}")(request)
     if asked == CALL:
         return answer(f"</think>{HOSTILE_CALL}")(request)
+    if asked == HALF:
+        return answer(f"</think>{HALF_CALL}", reason="length")(request)
     if asked == FAIL:
         failed = Failed(request.request_id, "rank_failure", f"rank 1 is gone {HOSTILE}", 503)
         return [*_pieces(request, "</think>some text"), failed]

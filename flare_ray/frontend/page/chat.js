@@ -188,7 +188,7 @@ class Answer {
 
   // The answer is whole: what is added to the conversation, and calls that wait for results.
   end() {
-    const made = this.parts.filter(Boolean);
+    const made = this.#wholeCalls();
     if (made.length) {
       this.message.tool_calls = made.map(({ id, name, arguments: text }) => ({
         id,
@@ -205,8 +205,17 @@ class Answer {
     });
   }
 
-  note(text) {
-    this.box.append(element("p", { className: "note" }, text));
+  note(text, box = this.box) {
+    box.append(element("p", { className: "note" }, text));
+  }
+
+  // A call that the budget cut off has arguments that are no JSON, which no later turn may send.
+  #wholeCalls() {
+    return this.parts.filter(Boolean).filter((call) => {
+      const whole = isJson(call.arguments);
+      if (!whole) this.note("broke off; it is not part of the conversation", call.box);
+      return whole;
+    });
   }
 
   #figures() {
@@ -216,7 +225,8 @@ class Answer {
       this.#times(),
       `finished: ${this.finish ?? "not told"}`,
     ];
-    this.box.append(element("p", { className: "figures" }, lines.filter(Boolean).join(" · ")));
+    const properties = { className: "figures", title: `answer ${this.id}` };
+    this.box.append(element("p", properties, lines.filter(Boolean).join(" · ")));
   }
 
   #sources() {
@@ -255,6 +265,15 @@ class Answer {
       parts.push(`${(later / Math.max(1, later - accepted)).toFixed(2)} tokens a round`);
     }
     return parts.join(", ");
+  }
+}
+
+function isJson(text) {
+  try {
+    JSON.parse(text);
+    return true;
+  } catch (notJson) {
+    return false;
   }
 }
 
