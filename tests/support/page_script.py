@@ -19,6 +19,7 @@ PIECES = (
 """Content of the answer to SOURCES; its reasoning is REASONING."""
 REASONING = ((TokenSource.TARGET, "let me "), (TokenSource.DRAFTER, "think"))
 SOURCES, SLOW, MARKUP, FAIL, WIDE = "SOURCES", "SLOW", "MARKUP", "FAIL", "WIDE"
+LONG = "LONG"
 CALL, HALF = "CALL", "HALF"
 """A call; one that the budget cuts off."""
 HOSTILE = "<img src=x onerror=\"window.hacked=1\"><script>window.hacked=1</script><b id='no'>b</b>"
@@ -28,17 +29,20 @@ HOSTILE_CALL = (
 HALF_CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rom"
 RESULT, VERDICT = "22 degrees", "It is warm."
 WORD = "w" * 60
+LONG_PIECES = 5000
 ACCEPTED, OFFERED, CACHED = 30, 50, 7
 
 
 def page_script(request: GenerationRequest) -> list[Step]:
     """See the constants above."""
     prompt = prompt_text(request)
-    asked = max((SOURCES, SLOW, MARKUP, FAIL, WIDE, CALL, HALF, RESULT), key=prompt.rfind)
+    asked = max((SOURCES, SLOW, LONG, MARKUP, FAIL, WIDE, CALL, HALF, RESULT), key=prompt.rfind)
     if asked == RESULT:
         return answer(f"</think>{VERDICT}")(request)
     if asked == SLOW:
         return [*_pieces(request, "</think>"), *_slowly(request)]
+    if asked == LONG:
+        return _long(request)
     if asked == MARKUP:
         return answer(f"{HOSTILE}</think>{HOSTILE}")(request)
     if asked == CALL:
@@ -84,3 +88,12 @@ def _slowly(request: GenerationRequest) -> list[Step]:
     for number in range(5000):
         steps += [*_pieces(request, f"{number} "), 0.02]
     return steps
+
+
+def _long(request: GenerationRequest) -> list[Step]:
+    """Every piece is of another source than the one before it."""
+    steps: list[Step] = [*_pieces(request, "</think>")]
+    for number in range(LONG_PIECES):
+        source = (TokenSource.TARGET, TokenSource.DRAFTER)[number % 2]
+        steps += [*_pieces(request, "abc ", source), 0.001]
+    return [*steps, Finished(request.request_id, "length", len(request.prompt_tokens), 4)]

@@ -24,6 +24,7 @@ const NUMBERS = {
 };
 const NO_MODELS = "models: ";
 const NEAR_END_PX = 80;
+const FOLLOW_MS = 100;
 const SHORTEST_S = 0.1; // what arrived in less time than this has no speed worth telling
 
 const at = (id) => document.getElementById(id);
@@ -110,10 +111,24 @@ function appendPiece(box, text, source) {
   box.append(piece);
 }
 
-function stayAtEnd(change) {
-  const follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
-  change();
-  if (follows) log.scrollTop = log.scrollHeight;
+// The log follows its end until its reader scrolls up. Where it ends costs a layout of all its text,
+// so it is looked at now and then instead of with every piece.
+let follows = true;
+let lastTop = 0;
+let following = 0; // timer
+
+function follow() {
+  following ||= setTimeout(() => {
+    following = 0;
+    if (follows) log.scrollTop = log.scrollHeight;
+  }, FOLLOW_MS);
+}
+
+function scrolled() {
+  const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
+  if (log.scrollTop < lastTop) follows = atEnd;
+  else follows ||= atEnd;
+  lastTop = log.scrollTop;
 }
 
 // One answer under construction.
@@ -285,7 +300,8 @@ function showTurn(messages) {
     const text = element("div", { className: "text" }, content);
     log.append(element("article", { className: "user" }, element("h3", {}, title), text));
   }
-  log.scrollTop = log.scrollHeight;
+  follows = true;
+  follow();
 }
 
 function problem(text) {
@@ -315,12 +331,16 @@ async function send() {
   answer.predicted = body.prediction !== undefined;
   try {
     const response = await ask("v1/chat/completions", { body, signal: controller.signal });
-    for await (const event of events(response)) stayAtEnd(() => answer.take(event));
+    for await (const event of events(response)) {
+      answer.take(event);
+      follow();
+    }
     controller.signal.throwIfAborted();
-    stayAtEnd(() => keep(sent, answer, answer.end()));
+    keep(sent, answer, answer.end());
   } catch (error) {
-    stayAtEnd(() => broken(sent, answer, error));
+    broken(sent, answer, error);
   } finally {
+    follow();
     // A new conversation may have begun meanwhile.
     if (running === controller) {
       running = null;
@@ -409,6 +429,7 @@ at("message").addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
 });
+log.addEventListener("scroll", scrolled, { passive: true });
 at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", clear);
 at("coloured").addEventListener("change", () =>
