@@ -111,8 +111,8 @@ function appendPiece(box, text, source) {
   box.append(piece);
 }
 
-// The log follows its end until its reader scrolls up. Where it ends costs a layout of all its text,
-// so it is looked at now and then instead of with every piece.
+// The log follows its end until its reader scrolls up. Where it ends costs a layout of all its
+// text, so it is looked at now and then instead of with every piece.
 let follows = true;
 let lastTop = 0;
 let following = 0; // timer

@@ -14,6 +14,7 @@ from flare_ray.frontend.page.routes import HEADERS, INDEX, MEDIA_TYPES, PATH
 from flare_ray.frontend.settings import ApiSettings, load_settings
 from flare_ray.metrics import names
 from tests.rules.sources import ROOT
+from tests.rules.test_sizes import MAX_FILE_LINES
 from tests.support.served_checkpoint import served_checkpoint, served_deployment
 from tests.unit.frontend.conftest import error_of
 
@@ -129,6 +130,13 @@ def test_an_installed_package_has_every_file():
     for name in MEDIA_TYPES:
         path = f"frontend/page/{name}"
         assert any(fnmatch.fnmatch(path, pattern) for pattern in patterns), path
+
+
+@pytest.mark.parametrize("name", sorted(MEDIA_TYPES))
+def test_files_keep_the_sizes_of_sources(name):
+    lines = text_of(name).splitlines()
+    assert len(lines) <= MAX_FILE_LINES
+    assert max(map(len, lines)) <= 100
 
 
 def test_elements_that_scripts_ask_for_are_in_the_page():
