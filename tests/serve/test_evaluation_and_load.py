@@ -1,7 +1,7 @@
 """Programs that people point at a server: lm-eval and load tools, over the demo checkpoint.
 
-Both are started as their users start them. They come with the `clients` extra; what is absent is
-skipped by name.
+All are started as their users start them. lm-eval and locust come with the `clients` extra,
+guidellm by itself; what is absent is skipped by name.
 """
 
 import csv
@@ -26,6 +26,8 @@ RUN_LIMIT_S = 240.0
 FREE_LIMIT_S = 10.0
 USERS = 6
 LOAD_S = 8
+GUIDED_REQUESTS = 6
+GUIDED_TOKENS = 16
 LIKELIHOOD_TOLERANCE = 2e-4
 """Of a sum over up to twenty tokens in float32, in another order (measured: 4e-5)."""
 
@@ -135,4 +137,34 @@ def test_locust_sees_no_failure(demo_url, tmp_path):
     for name in ("/v1/chat/completions", "/v1/completions", "/v1/completions (left)"):
         assert int(rows[name]["Request Count"]) > 0
     assert int(rows["Aggregated"]["Request Count"]) > 3 * USERS
+    wait_idle(demo_url)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_guidellm_measures_streams(demo_url, tmp_path, path):
+    backend = {
+        "kind": "openai_http",
+        "target": demo_url,
+        "model": "glm-demo",
+        "request_format": path,
+        # It asks for usage in every chunk otherwise, which is refused by name.
+        "extras": {"body": {"stream_options": {"continuous_usage_stats": False}}},
+    }
+    result = tmp_path / "result.json"
+    run_program(
+        "guidellm",
+        *("run", "--backend", json.dumps(backend)),
+        *("--profile", "kind=concurrent,streams=3"),
+        *("--constraint", f"kind=max_requests,count={GUIDED_REQUESTS}"),
+        *("--tokenizer", f"kind=hf_auto,model={DEMO}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=48,output_tokens={GUIDED_TOKENS}"),
+        *("--output", f"kind=json,path={result}", "--disable-console"),
+        folder=tmp_path,
+    )
+    (benchmark,) = json.loads(result.read_text(encoding="utf-8"))["benchmarks"]
+    requests = benchmark["requests"]
+    assert not requests["errored"]
+    assert len(requests["successful"]) == GUIDED_REQUESTS
+    for request in requests["successful"]:
+        assert request["output_metrics"]["text_tokens"] == GUIDED_TOKENS
     wait_idle(demo_url)
