@@ -209,6 +209,7 @@ class _LocalStream:
         if self._closed:
             return
         self._closed = True
+        self._inbox.bypass = None  # it leads back here
         self._table.forget(self._request_id)
         if self.submitted and not self._ended:
             self._engine.cancel(self._request_id)

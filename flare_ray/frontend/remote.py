@@ -257,6 +257,9 @@ class _Attempt:
         if not finished:
             self._call.cancel()
             self._task.cancel()
+        # Both lead back here, and what is left of a stream would wait for the collector.
+        self.inbox.bypass = None
+        del self._task
 
     def _forget(self) -> None:
         self._client.table.forget(self.wire_id)
@@ -355,6 +358,7 @@ class RemoteStream:
     async def aclose(self) -> None:
         """See `RequestStream.aclose`."""
         self._drop_attempt()
+        self._bypass = None
         self._client.streams.discard(self)
 
     async def _readmitted(self, failed: Failed, *, shown: bool) -> bool:

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -64,6 +65,10 @@ class Answer:
         self._finished: dict[int, Finished] = {}
         self._turns: dict[int, Turn] = {}
         self._prompt_scores: dict[int, Sequence[TokenScore]] = {}
+        usage = None if prepared.include_usage else msgspec.UNSET
+        shell = self._envelope(style.chunk_object, [], usage=usage)
+        # Choices keep this, so it must not lead back to them.
+        self._chunk_frames = partial(chunk_frames, shell)
         self._choices = [self._choice(i) for i in range(len(prepared.prompt_tokens))]
 
     async def whole(self, streams: Sequence[RequestStream]) -> bytes:
@@ -106,13 +111,6 @@ class Answer:
     def more(self, delta: Delta) -> bytes:
         """See `AnswerWriter.more`."""
         return self._choices[0].frames(delta)
-
-    def _chunk_frames(self, chunks: Sequence[ChunkChoice | TextChoice]) -> bytes:
-        usage = None if self._prepared.include_usage else msgspec.UNSET
-        return b"".join(
-            frame(self._envelope(self._style.chunk_object, [chunk], usage=usage))
-            for chunk in chunks
-        )
 
     def _counted(self, finished: Finished) -> Finished:
         """What was generated for a prompt's sake alone is neither shown nor billed."""
@@ -188,6 +186,13 @@ class Answer:
             choices=list(choices),
             usage=usage,
         )
+
+
+def chunk_frames(
+    shell: Envelope[ChunkChoice | TextChoice], chunks: Iterable[ChunkChoice | TextChoice]
+) -> bytes:
+    """Server-sent events of a response, one a chunk; `shell` is an event without any."""
+    return b"".join(frame(msgspec.structs.replace(shell, choices=[chunk])) for chunk in chunks)
 
 
 def usage_of(

@@ -2,13 +2,18 @@
 the way is raised where it is read."""
 
 import asyncio
+import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from flare_ray.contracts.messages import Admitted, Delta, Failed, Finished, Heartbeat
 from flare_ray.frontend.sse import Outlet
 from flare_ray.frontend.stream import StreamTable
+from tests.support.fake_engine_client import byte_tokens
+from tests.unit.frontend.conftest import chat_body
+from tests.unit.frontend.test_disconnect import Connection, bodies
 from tests.unit.frontend.test_plain_frames import deltas
 from tests.unit.frontend.test_remote_client import REQUEST, run, shape, short_waits
 
@@ -285,6 +290,38 @@ def test_the_next_attempt_goes_past_the_reader_too():
     end, _ = run(behave, scenario)
     assert isinstance(end, Finished)
     assert passed == [(7,)]
+
+
+def test_a_stream_that_was_left_leaves_nothing_to_the_collector(make_api):
+    """What lies in circles is only freed by the oldest generation, which many requests share."""
+    settings = make_api().settings
+
+    def behave(call, _):
+        call.admit()
+        call.delta(*byte_tokens("</think>a"))
+
+    async def scenario(cluster):
+        api = SimpleNamespace(client=cluster.client, settings=settings)
+        connection = Connection(api, chat_body(stream=True))
+        await connection.wait_for(lambda sent: b'"a"' in bodies(sent))
+        (call,) = cluster.calls
+        call.delta(*byte_tokens("b"))
+        await connection.wait_for(lambda sent: b'"b"' in bodies(sent))
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            await connection.leave()
+            gc.collect()
+            ours = {type(o) for o in gc.garbage if type(o).__module__.startswith("flare_ray.")}
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        return ours, connection  # which holds what it was given
+
+    (ours, _), _ = run(behave, scenario)
+    assert ours == set()
 
 
 def paced(text, size, ended):
