@@ -16,8 +16,7 @@ from torch import Tensor
 
 from flare_ray.device.weights.quantiser import declaration_of, dequantise_tensors, quantise_tensors
 
-from .shape import checkpoint_config, generation_config
-from .storage import stored_format
+from .family import FAMILIES, Family, family_of
 from .vocabulary import tokenizer_config
 
 MAX_BYTES = 20 * 2**20
@@ -43,7 +42,7 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     return load_shards(folder, "trunk") | load_shards(folder, "drafter")
 
 
-def assemble(run: Path, pack: Path, checkpoint: Path) -> None:
+def assemble(run: Path, pack: Path, checkpoint: Path, family: Family) -> None:
     """Write weights, configurations and tokenizer.
 
     Raises:
@@ -52,16 +51,16 @@ def assemble(run: Path, pack: Path, checkpoint: Path) -> None:
     tensors = dict(sorted((load_shards(run, "trunk") | load_shards(run, "drafter")).items()))
     checkpoint.mkdir(parents=True, exist_ok=True)
     path = checkpoint / "model.safetensors"
-    save_file(quantise_tensors(tensors, stored_format), path, metadata={"format": "pt"})
+    save_file(quantise_tensors(tensors, family.stored_format), path, metadata={"format": "pt"})
     path.chmod(0o644)
     if path.stat().st_size > MAX_BYTES:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_BYTES} may ship")
-    declared = declaration_of(tensors, stored_format)
+    declared = declaration_of(tensors, family.stored_format)
     shutil.copyfile(pack / "tokenizer.json", checkpoint / "tokenizer.json")
     for name, value in (
-        ("config", checkpoint_config() | {"quantization_config": declared}),
-        ("generation_config", generation_config()),
-        ("tokenizer_config", tokenizer_config()),
+        ("config", family.checkpoint_config() | {"quantization_config": declared}),
+        ("generation_config", family.generation_config()),
+        ("tokenizer_config", tokenizer_config(family)),
     ):
         text = json.dumps(value, indent=1, ensure_ascii=False)
         (checkpoint / f"{name}.json").write_text(text + "\n", "utf-8")
@@ -75,8 +74,9 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("pack", type=Path)
     parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="glm")
     args = parser.parse_args()
-    assemble(args.run, args.pack, args.checkpoint)
+    assemble(args.run, args.pack, args.checkpoint, family_of(args.family))
 
 
 if __name__ == "__main__":

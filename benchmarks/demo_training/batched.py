@@ -167,8 +167,12 @@ class BatchedSession:
         return rms(x, mtp.shared_head.norm.weight, eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits of hidden states or MTP outputs."""
+        """Vocabulary logits of hidden states."""
         return self.model.lm_head(hidden)
+
+    def draft_logits(self, out: Tensor) -> Tensor:
+        """Vocabulary logits of MTP outputs."""
+        return self.model.draft_logits(out)
 
     def select(self, keep: Tensor) -> None:
         """Keep the requests ``keep`` [K] only; call between rounds."""

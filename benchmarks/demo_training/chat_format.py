@@ -11,6 +11,8 @@ from typing import Any, TypedDict
 
 from flare_ray.workload.generators.base import Message, to_json
 
+from .family import ChatLayout
+
 TOOL_HEADER = (
     "\n# Tools\n\nYou can call these functions. Signatures, one JSON object per line:\n<tools>\n"
 )
@@ -116,3 +118,17 @@ def expected_answer(message: Message) -> Answer:
 def chat_template() -> str:
     """The Jinja template that goes into ``tokenizer_config.json``."""
     return resources.files(__package__).joinpath("chat_template.jinja").read_text("utf-8")
+
+
+LAYOUT = ChatLayout(
+    render=render,
+    parse_answer=parse_answer,
+    expected_answer=expected_answer,
+    chat_template=chat_template,
+    answer_text="</think>{}<|user|>".format,
+    opened="<|assistant|><think>",
+    raw_prefix="[gMASK]<sop>",
+    end_of_text="<|endoftext|>",
+    conversation_ends=("<|user|>", "<|user|>", "<|endoftext|>"),
+    efforts=("Max", "Max", "High", "Low"),
+)

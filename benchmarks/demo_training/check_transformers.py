@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, Glm5NextForConditionalGeneration
+from transformers import AutoTokenizer
 from transformers.cache_utils import DynamicCache
 
 from benchmarks.support.float32_checkpoint import write_float32
 from flare_ray.workload.generators.recall import long_recall
 
-from .chat_format import render
+from .family import FAMILIES, Family, family_of
 from .heldout import FROZEN_PROMPTS, selected
-from .network import DemoModel, from_published
 
 GREEDY_TOKENS = 24
 COMPARED = 2
@@ -43,24 +43,27 @@ class Checker:
         folder: the checkpoint, or its float32 copy where it is quantised.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, family: Family):
+        self.family = family
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        loaded: Any = Glm5NextForConditionalGeneration.from_pretrained(
+        loaded: Any = getattr(transformers, family.transformers_class).from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         self.model, self.info = loaded[0].eval(), loaded[1]
         config = json.loads((folder / "config.json").read_text())["text_config"]
         self.config = config
-        own = DemoModel(config)
-        self.own = from_published(own, load_file(folder / "model.safetensors")).eval()
-        self.own.set_budget(config["index_topk"])
+        own, stored = family.network(config), load_file(folder / "model.safetensors")
+        self.own = family.from_published(own, stored).eval()
+        self.own.set_budget(self.own.budget_tokens)
 
     def tensors(self) -> dict[str, list[str]]:
         """Names that matter: text tensors missing, and unexpected ones outside the MTP layer."""
-        mtp = f"layers.{self.config['num_hidden_layers']}."
+        mtp = (f"layers.{self.config['num_hidden_layers']}.", "mtp.")
         return {
             "missing_text": sorted(k for k in self.info["missing_keys"] if "visual" not in k),
-            "unexpected_not_mtp": sorted(k for k in self.info["unexpected_keys"] if mtp not in k),
+            "unexpected_not_mtp": sorted(
+                k for k in self.info["unexpected_keys"] if not any(m in k for m in mtp)
+            ),
         }
 
     def greedy(self, ids: Tensor, count: int) -> Tensor:
@@ -77,10 +80,10 @@ class Checker:
         """Largest logit difference over a prompt, and whether the greedy continuations agree."""
         ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
         theirs = self.model(input_ids=ids, use_cache=False).logits
-        difference = (theirs - self.own.lm_head(self.own.hidden(ids))).abs().max().item()
+        difference = (theirs - self.own.logits(self.own.hidden(ids))).abs().max().item()
         continued = self.greedy(ids, GREEDY_TOKENS)
         full = torch.cat([ids, continued], 1)
-        own = self.own.lm_head(self.own.hidden(full))[:, ids.shape[1] - 1 : -1].argmax(-1)
+        own = self.own.logits(self.own.hidden(full))[:, ids.shape[1] - 1 : -1].argmax(-1)
         return difference, bool((own == continued).all())
 
     def template_equal(self, item: dict[str, Any]) -> bool:
@@ -100,10 +103,12 @@ class Checker:
         r, exact, lengths = random.Random("long recall"), 0, []
         for _ in range(count):
             messages, answer = long_recall(r, LONG_CODES)
-            prompt = render(messages, generate=True)
+            prompt = self.family.chat.render(messages, generate=True)
             ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
             lengths.append(ids.shape[1])
-            want = self.tokenizer("</think>" + answer, add_special_tokens=False).input_ids
+            want = self.tokenizer(
+                self.family.chat.answer_text(answer), add_special_tokens=False
+            ).input_ids[:-1]
             got = self.greedy(ids, len(want))[0].tolist()
             exact += got == want
         return {
@@ -115,17 +120,18 @@ class Checker:
 
 
 @torch.no_grad()
-def check(folder: Path, prompts: Path, long_prompts: int) -> dict[str, Any]:
+def check(folder: Path, prompts: Path, long_prompts: int, family: Family) -> dict[str, Any]:
     """All figures; the caller judges them. Transformers gets the values of the packed weights.
 
     Args:
         folder: the checkpoint.
         prompts: evaluation prompts.
+        family: of the checkpoint.
         long_prompts: questions about a list longer than the selection budget.
     """
     with tempfile.TemporaryDirectory(prefix="flare-check-") as wide:
         write_float32(folder, Path(wide))
-        checker = Checker(Path(wide))
+        checker = Checker(Path(wide), family)
     chats = [i for i in selected(prompts) if i["messages"]]
     pairs = [checker.compare(i["prompt"]) for i in selected(prompts, COMPARED)]
     return checker.tensors() | {
@@ -145,10 +151,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=FROZEN_PROMPTS)
     parser.add_argument("--long-prompts", type=int, default=8)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="glm")
     args = parser.parse_args()
     torch.set_num_threads(1)
     start = time.monotonic()
-    result = check(args.checkpoint, args.prompts, args.long_prompts)
+    result = check(args.checkpoint, args.prompts, args.long_prompts, family_of(args.family))
     result["seconds"] = round(time.monotonic() - start, 1)
     print(json.dumps(result, indent=1))
     if args.output:

@@ -267,14 +267,15 @@ def results(f: Figures) -> list[BenchmarkResult]:
         "first_edition": without_samples(f.first),
     }
     return [
-        _result(f, TRAINING_RESULT, training, TRAINING_BOUNDS),
-        _result(f, QUALITY_RESULT, served, SERVED_BOUNDS),
+        result(f, TRAINING_RESULT, training, TRAINING_BOUNDS, COMMAND),
+        result(f, QUALITY_RESULT, served, SERVED_BOUNDS, COMMAND),
     ]
 
 
-def _result(
-    f: Figures, name: str, metrics: dict[str, Any], bounds: Iterable[Bound]
+def result(
+    f: Figures, name: str, metrics: dict[str, Any], bounds: Iterable[Bound], command: str
 ) -> BenchmarkResult:
+    """A result file of a run that ``command`` repeats."""
     versions = {n: metadata.version(n) for n in ("transformers", "tokenizers", "safetensors")}
     versions |= {k: f.trunk["versions"][k] for k in ("python", "torch")}
     return BenchmarkResult(
@@ -283,7 +284,7 @@ def _result(
         commit=current_commit(),
         machine=Machine(**f.trunk["machine"]),
         versions=versions,
-        command=COMMAND,
+        command=command,
         metrics=metrics,
         targets=[Target(**b.model_dump(), met=b.is_met_by(metrics)) for b in bounds],
     )

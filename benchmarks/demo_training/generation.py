@@ -4,14 +4,14 @@ acceptance, over :class:`.batched.BatchedSession`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .batched import HEADROOM, BatchedSession
-from .network import DemoModel
+from .batched import HEADROOM
 from .speculative import Sampling, distribution
 
 PREFILL_ROWS = 8
@@ -19,13 +19,36 @@ COMPACT_BELOW = 0.7
 """Finished requests leave the batch once fewer than this part of it is active."""
 
 
+class Session(Protocol):
+    """What generation asks of committed state; see :class:`.batched.BatchedSession`."""
+
+    lengths: Tensor
+    draft_lengths: Tensor
+
+    def verify(self, ids: Tensor) -> Tensor: ...
+
+    def commit(self, rows: Tensor, longest: int | None = None) -> None: ...
+
+    def draft(self, ids: Tensor, hidden: Tensor, start: Tensor) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def draft_logits(self, out: Tensor) -> Tensor: ...
+
+    def select(self, keep: Tensor) -> None: ...
+
+
+Maker = Callable[[int, int], Session]
+"""A session of so many requests and positions."""
+
+
 @torch.no_grad()
-def continued(model: DemoModel, prompts: Tensor, length: int, sampling: Sampling) -> Tensor:
+def continued(make: Maker, prompts: Tensor, length: int, sampling: Sampling) -> Tensor:
     """Rows [B, length] that begin with ``prompts`` [B, L] and go on as the trunk does, past stop
     tokens too.
     """
     requests, given = prompts.shape
-    session = BatchedSession(model, requests, -(-(length + HEADROOM) // 4) * 4)
+    session = make(requests, -(-(length + HEADROOM) // 4) * 4)
     rows = torch.full_like(session.lengths, PREFILL_ROWS)
     one = torch.ones_like(rows)
     out = list(prompts.split(1, 1))
@@ -36,7 +59,7 @@ def continued(model: DemoModel, prompts: Tensor, length: int, sampling: Sampling
         hidden = session.verify(part)
         session.commit(rows.clamp(max=part.shape[1]), done)
     for _ in range(length - given):
-        p = distribution(session.logits(hidden[:, -1]), sampling)
+        p = distribution(session.logits(hidden[:, -1:])[:, 0], sampling)
         out.append(torch.multinomial(p, 1))
         if len(out) < length:
             hidden = session.verify(out[-1])
@@ -67,7 +90,7 @@ class Generation:
     """Speculative generation of a batch with true-q rejection sampling, one limit per request.
 
     Args:
-        model: plain kernels, float32.
+        make: session of so many requests and positions.
         prompts: token ids of every request.
         limits: most output tokens of each.
         sampling: distribution, depth and stop tokens; its own limit is not used.
@@ -75,16 +98,17 @@ class Generation:
 
     def __init__(
         self,
-        model: DemoModel,
+        make: Maker,
         prompts: Sequence[Sequence[int]],
         limits: Sequence[int],
         sampling: Sampling,
     ) -> None:
-        self.sampling, self.device = sampling, model.embed_tokens.weight.device
+        self.sampling = sampling
         count, longest = len(prompts), max(map(len, prompts))
         self._width = max(limits) + sampling.depth + 1
         positions = longest + self._width + HEADROOM
-        self.session = BatchedSession(model, count, -(-positions // 4) * 4)
+        self.session = make(count, -(-positions // 4) * 4)
+        self.device = self.session.lengths.device
         # The filler behind short prompts is computed and never committed.
         padded = torch.zeros(count, longest + PREFILL_ROWS, dtype=torch.int64)
         for i, prompt in enumerate(prompts):
@@ -133,7 +157,7 @@ class Generation:
         and counts [B] of the pairs that the MTP layer has not seen.
         """
         session, sizes = self.session, self._sizes
-        last = torch.zeros(len(sizes), self.session.config["hidden_size"], device=self.device)
+        last: Tensor | None = None
         steps = range(0, int(sizes.max()), PREFILL_ROWS)
         for at in steps:
             hidden = session.verify(self._prompts[:, at : at + PREFILL_ROWS])
@@ -141,12 +165,13 @@ class Generation:
             session.commit(rows)
             ends = (sizes > at) & (sizes <= at + PREFILL_ROWS)
             final = hidden[torch.arange(len(sizes)), (rows - 1).clamp(min=0)]
-            last = torch.where(ends[:, None], final, last)
+            last = final if last is None else torch.where(ends[:, None], final, last)
             following = self._prompts[:, at + 1 : at + 1 + PREFILL_ROWS]
             start = torch.full_like(sizes, at)
             session.draft(following, hidden[:, : following.shape[1]], start)
+        assert last is not None  # prompts are not empty
         session.draft_lengths = sizes - 1
-        p = distribution(session.logits(last), self.sampling)
+        p = distribution(session.logits(last[:, None])[:, 0], self.sampling)
         first = torch.multinomial(p, 1)
         self._write(first, torch.ones_like(sizes))
         return first, last[:, None], torch.ones_like(sizes)
@@ -187,7 +212,7 @@ class Generation:
         session.draft_lengths = session.draft_lengths + counts
         drafts, q = [], []
         for step in range(self.sampling.depth):
-            q.append(distribution(session.logits(state[:, 0]), self.sampling))
+            q.append(distribution(session.draft_logits(state)[:, 0], self.sampling))
             drafts.append(torch.multinomial(q[-1], 1))
             if step + 1 < self.sampling.depth:
                 state = session.draft(drafts[-1], state, session.draft_lengths + step)

@@ -20,7 +20,8 @@ from flare_ray.workload.generators.story import story
 from flare_ray.workload.generators.sums import math
 from flare_ray.workload.generators.tools import tool_use, with_system_prompt
 
-from .chat_format import render
+from .chat_format import LAYOUT
+from .family import ChatLayout
 
 CONVERSATIONS: dict[str, Callable[[random.Random, Corpus], Conversation]] = {
     "chat": chat,
@@ -63,33 +64,35 @@ LONG_SHARES = TOKEN_SHARES | {
 RAW_CHARS = 3200
 RAW_CHARS_LONG = 12000
 DOCSTRING_SHARE, PROSE_SHARE = 0.5, 0.4
-EFFORTS = ("Max", "Max", "High", "Low")
 
 
-def raw_text(r: random.Random, texts: list[str], length: int) -> str:
+def raw_text(r: random.Random, texts: list[str], length: int, chat: ChatLayout = LAYOUT) -> str:
     """A document excerpt behind the prefix tokens; it ends with the end token where the document
     does.
     """
     text = excerpt(r, texts, length)
-    return "[gMASK]<sop>" + text + ("<|endoftext|>" if len(text) < length else "")
+    return chat.raw_prefix + text + (chat.end_of_text if len(text) < length else "")
 
 
-def example(category: str, r: random.Random, corpus: Corpus) -> str:
+def example(category: str, r: random.Random, corpus: Corpus, chat: ChatLayout = LAYOUT) -> str:
     """One training document as text."""
     if category in RAW:
         length = RAW_CHARS_LONG if corpus.long_context else RAW_CHARS
         if category == "code":
-            return raw_text(r, corpus.code, length)
+            return raw_text(r, corpus.code, length, chat)
         if corpus.prose and r.random() < PROSE_SHARE:
-            return raw_text(r, corpus.prose, length)
+            return raw_text(r, corpus.prose, length, chat)
         docstrings = corpus.docstrings and r.random() < DOCSTRING_SHARE
-        return raw_text(r, corpus.docstrings if docstrings else corpus.docs, length)
+        return raw_text(r, corpus.docstrings if docstrings else corpus.docs, length, chat)
     conversation = with_system_prompt(r, CONVERSATIONS[category](r, corpus))
-    end = r.choice(("<|user|>", "<|user|>", "<|endoftext|>"))
-    return render(conversation.messages, conversation.tools, effort=r.choice(EFFORTS)) + end
+    end = r.choice(chat.conversation_ends)
+    effort = r.choice(chat.efforts)
+    return chat.render(conversation.messages, conversation.tools, effort=effort) + end
 
 
-def prompt_case(category: str, r: random.Random, corpus: Corpus) -> dict[str, Any]:
+def prompt_case(
+    category: str, r: random.Random, corpus: Corpus, chat: ChatLayout = LAYOUT
+) -> dict[str, Any]:
     """An evaluation item: a conversation up to an assistant turn, and the expected assistant
     message.
     """
@@ -100,24 +103,27 @@ def prompt_case(category: str, r: random.Random, corpus: Corpus) -> dict[str, An
         "messages": messages[:at],
         "tools": tools,
         "expected": messages[at],
-        "prompt": render(messages[:at], tools, generate=True),
+        "prompt": chat.render(messages[:at], tools, generate=True),
     }
 
 
-def mean_characters(corpus: Corpus, samples: int = 48) -> dict[str, float]:
+def mean_characters(corpus: Corpus, chat: ChatLayout, samples: int = 48) -> dict[str, float]:
     """Mean length of a document by category, from a fixed seed: turns token shares into draw
     weights.
     """
     r = random.Random("lengths")
     return {
-        c: sum(len(example(c, r, corpus)) for _ in range(samples)) / samples for c in CATEGORIES
+        c: sum(len(example(c, r, corpus, chat)) for _ in range(samples)) / samples
+        for c in CATEGORIES
     }
 
 
-def documents(r: random.Random, corpus: Corpus, shares: dict[str, int]) -> Iterator[str]:
+def documents(
+    r: random.Random, corpus: Corpus, shares: dict[str, int], chat: ChatLayout = LAYOUT
+) -> Iterator[str]:
     """Endless documents whose characters follow ``shares``."""
-    lengths = mean_characters(corpus)
+    lengths = mean_characters(corpus, chat)
     categories = list(shares)
     weights = [shares[c] / lengths[c] for c in categories]
     while True:
-        yield example(r.choices(categories, weights)[0], r, corpus)
+        yield example(r.choices(categories, weights)[0], r, corpus, chat)

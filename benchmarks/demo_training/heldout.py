@@ -16,8 +16,8 @@ from torch import Tensor
 from flare_ray.workload.generators.corpus import Corpus
 from flare_ray.workload.generators.recall import distant_recall
 
-from .chat_format import render
 from .corpus import load_corpus
+from .family import ChatLayout, Family, TokenIds, family_of
 from .generators import (
     CATEGORIES,
     CONVERSATIONS,
@@ -27,10 +27,9 @@ from .generators import (
     prompt_case,
     raw_text,
 )
-from .network import DemoModel
 from .packing import packed_rows
 from .settings import Settings
-from .shape import ASSISTANT_ID, LONG_ROW, MTP_DEPTH, SHORT_ROW, STOP_IDS
+from .shape import LONG_ROW, MTP_DEPTH, SHORT_ROW
 
 ROWS_FILE = "eval_rows.npz"
 PROMPTS_FILE = "eval_prompts.jsonl"
@@ -47,21 +46,23 @@ def write_held_out(settings: Settings) -> None:
     prompts; runs in its own process.
     """
     tokenizer = Tokenizer.from_file(str(settings.pack / "tokenizer.json"))
+    chat = family_of(settings.family).chat
     corpus = load_corpus(settings.pack, "eval", max_files=10**9)
 
     def taken(seed: str, length: int, shares: dict[str, int], count: int) -> np.ndarray:
-        rows = packed_rows(random.Random(seed), corpus, tokenizer, length=length + 2, shares=shares)
+        source = random.Random(seed)
+        rows = packed_rows(source, corpus, tokenizer, length=length + 2, shares=shares, chat=chat)
         return np.array([next(rows) for _ in range(count)], dtype=np.uint16)
 
     data = {c: taken(f"eval-{c}", SHORT_ROW, {c: 1}, settings.eval_rows) for c in CATEGORIES}
-    write_prompts(corpus, tokenizer, settings.out / PROMPTS_FILE, settings.prompts)
+    write_prompts(corpus, tokenizer, settings.out / PROMPTS_FILE, settings.prompts, chat)
     corpus.long_context = True
     data[LONG_ROWS] = taken("eval-long", LONG_ROW, LONG_SHARES, settings.eval_rows)
     np.savez(settings.out / ROWS_FILE, allow_pickle=False, **data)
     r = random.Random("distant recall")
     items = [distant_recall(r, corpus) for _ in range(settings.prompts)]
     lines = [
-        json.dumps({"prompt": render(m, generate=True), "answer": f"</think>{a}<|user|>"})
+        json.dumps({"prompt": chat.render(m, generate=True), "answer": chat.answer_text(a)})
         for m, a in items
     ]
     (settings.out / RECALL_FILE).write_text("\n".join(lines) + "\n", "utf-8")
@@ -81,17 +82,21 @@ def selected(path: Path, count: int = 10**9) -> list[dict[str, Any]]:
     return items
 
 
-def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) -> None:
+def write_prompts(
+    corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int, chat: ChatLayout
+) -> None:
     """``count`` prompts a category, one JSON object a line; code and documentation prompts are text
     to continue.
     """
     r = random.Random("prompts")
     lines = []
     for category in CONVERSATIONS:
-        lines += [prompt_case(category, r, corpus) for _ in range(count)]
+        lines += [prompt_case(category, r, corpus, chat) for _ in range(count)]
     for category, texts in zip(RAW, (corpus.code, corpus.docs), strict=True):
         for _ in range(count):
-            ids = tokenizer.encode(raw_text(r, texts, RAW_CHARS), add_special_tokens=False).ids
+            ids = tokenizer.encode(
+                raw_text(r, texts, RAW_CHARS, chat), add_special_tokens=False
+            ).ids
             prompt = tokenizer.decode(ids[:RAW_PROMPT_TOKENS], skip_special_tokens=False)
             lines.append(
                 {"category": category, "prompt": prompt, "messages": None, "expected": None}
@@ -99,22 +104,22 @@ def write_prompts(corpus: Corpus, tokenizer: Tokenizer, path: Path, count: int) 
     path.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), "utf-8")
 
 
-def answer_mask(ids: Tensor, category: str) -> Tensor:
+def answer_mask(ids: Tensor, category: str, roles: TokenIds) -> Tensor:
     """[B, T + 1] float: position i predicts a token of an assistant turn or its end marker;
     everything for raw text.
     """
     if category in RAW:
         return torch.ones_like(ids[:, 1:], dtype=torch.float32)
     at = torch.arange(ids.shape[1], device=ids.device)
-    ends = torch.isin(ids, torch.tensor(STOP_IDS, device=ids.device))
-    opened = torch.where(ids == ASSISTANT_ID, at, -1).cummax(1).values
+    ends = torch.isin(ids, torch.tensor(roles.stop, device=ids.device))
+    opened = torch.where(ids == roles.answer, at, -1).cummax(1).values
     closed = torch.where(ends, at, -1).cummax(1).values
     return (opened > closed)[:, :-1].float()
 
 
 @torch.no_grad()
 def teacher_forced(
-    model: DemoModel, folder: Path, device: torch.device
+    model: Any, family: Family, folder: Path, device: torch.device
 ) -> dict[str, dict[str, Any]]:
     """Loss, entropy, top-1 and overlap by draft depth of every category's held-out rows, float32.
 
@@ -125,7 +130,10 @@ def teacher_forced(
     report = {}
     for category in CATEGORIES:
         ids = torch.from_numpy(data[category].astype(np.int64)).to(device)
-        parts = [_row_sums(model, part, category) for part in ids.split(ROWS_AT_ONCE)]
+        parts = [
+            _row_sums(model, part, answer_mask(part, category, family.ids))
+            for part in ids.split(ROWS_AT_ONCE)
+        ]
         sums = torch.stack(parts).sum(0)
         nll, count, answer_nll, entropy, top, answers = sums[:6].tolist()
         if not answers:
@@ -141,17 +149,16 @@ def teacher_forced(
     return report
 
 
-def _row_sums(model: DemoModel, ids: Tensor, category: str) -> Tensor:
+def _row_sums(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """[6 + 2 depth] float64: sums that :func:`teacher_forced` divides."""
     hidden = model.hidden(ids[:, :-1])
     embedded = model.embed_tokens(ids[:, 1:-1])
     outs = model.mtp.unroll(embedded, hidden[:, :-1], torch.float32, MTP_DEPTH)
-    logits = model.lm_head(hidden)
-    drafts = [model.lm_head(out) for out in outs]
+    logits = model.logits(hidden)
+    drafts = [model.draft_logits(out) for out in outs]
     log_p = torch.log_softmax(logits, -1)
     p = log_p.exp()
     nll = -log_p.gather(-1, ids[:, 1:].unsqueeze(-1)).squeeze(-1)
-    mask = answer_mask(ids, category)
     entropy = -(p * log_p).sum(-1)
     top = (logits.argmax(-1) == ids[:, 1:]).float()
     sums = [nll.sum(), nll.new_tensor(nll.numel()), (nll * mask).sum()]

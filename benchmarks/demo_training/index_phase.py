@@ -17,8 +17,11 @@ from torch import Tensor, nn
 
 from .network.layers import Mla
 from .phases import CLIP_NORM, Clock, Run, learning_rate, trunk_states
+from .qwen.layers import Attention
 from .storage import StoredView, round_in_place
 
+Scored = Mla | Attention
+"""A layer with a scorer."""
 QUERY_ROWS = 192
 PEAK_RATE = 1e-3
 FIRST_ROW = 512
@@ -28,7 +31,7 @@ FIRST_ROW = 512
 class InputTap:
     """Remembers the input of every latent-attention layer during one forward pass."""
 
-    def __init__(self, layers: list[Mla]):
+    def __init__(self, layers: list[Scored]):
         self.inputs: dict[int, Tensor] = {}
         self._handles = [
             layer.register_forward_pre_hook(self._hook(i)) for i, layer in enumerate(layers)
@@ -46,7 +49,7 @@ class InputTap:
             handle.remove()
 
 
-def pool_attention(layer: Mla, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+def pool_attention(layer: Scored, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """Attention mass of every complete pool for sampled query rows.
 
     Args:
@@ -69,15 +72,13 @@ def pool_attention(layer: Mla, x: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     return mass.masked_fill(hidden, 0.0), hidden
 
 
-def scorer_loss(layer: Mla, x: Tensor, at: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def scorer_loss(layer: Scored, x: Tensor, at: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Cross-entropy to the pooled attention, and the mass that the best ``top_k`` pools hold of all
     pools' mass.
     """
     with torch.no_grad():
         mass, hidden = pool_attention(layer, x, at)
-        latent = layer.query_latent(x[:, at])
-    keys = layer.indexer.pooled_keys(x)
-    scores = layer.indexer.scores(x[:, at], latent, keys).masked_fill(hidden, float("-inf"))
+    scores = layer.pool_scores(x, at).masked_fill(hidden, float("-inf"))
     total = mass.sum(-1, keepdim=True)
     target = mass / total.clamp(min=1e-9)
     log_share = torch.log_softmax(scores, -1).masked_fill(hidden, 0.0)
@@ -88,7 +89,7 @@ def scorer_loss(layer: Mla, x: Tensor, at: Tensor, top_k: int) -> tuple[Tensor, 
     return loss, kept.detach().mean() if active.any() else torch.ones((), device=x.device)
 
 
-def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
+def index_phase(run: Run, layers: list[Scored], names: list[str]) -> None:
     """Train the scorers of ``layers`` on long rows; all other weights stay.
 
     Args:
@@ -102,8 +103,8 @@ def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
     model.eval()
     optimizer = torch.optim.AdamW(trained, PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0)
     tap, clock, steps = InputTap(layers), Clock(run.settings.index_s), -2
-    view = StoredView(model, names)
-    top_k = model.config["index_topk"] // model.config["index_kpool"]
+    view = StoredView(model, names, run.family.stored_format)
+    top_k = model.budget_tokens // model.pool
     first_kept: list[float] = []
     kept: list[float] = []
     while clock.fraction() < 1:
@@ -124,7 +125,7 @@ def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
             first_kept = first_kept or kept
             run.say(f"index {steps} loss {[round(x.item(), 3) for x in losses]} mass kept {kept}")
     tap.close()
-    round_in_place(model, names)
+    round_in_place(model, names, run.family.stored_format)
     run.synchronize()
     run.report["index"] = {"steps": steps, "seconds": round(clock.elapsed(), 1)}
     run.report["index"] |= {"mass_kept_untrained": first_kept, "mass_kept_last_logged": kept}
@@ -132,7 +133,7 @@ def index_phase(run: Run, layers: list[Mla], names: list[str]) -> None:
 
 
 def _step_losses(
-    run: Run, layers: list[Mla], tap: InputTap, top_k: int
+    run: Run, layers: list[Scored], tap: InputTap, top_k: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     ids = run.long.next()
     length = ids.shape[1] - 2

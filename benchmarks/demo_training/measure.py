@@ -30,11 +30,11 @@ import torch
 from tokenizers import Tokenizer
 
 from .assemble import load_weights
-from .chat_format import expected_answer, parse_answer, render
+from .chat_format import LAYOUT
+from .family import FAMILIES, ChatLayout, Family, family_of
 from .generation import Answers, Generation
 from .heldout import LONG_ROWS, PROMPTS_FILE, RECALL_FILE, ROWS_FILE, selected, teacher_forced
-from .network import DemoModel, from_published
-from .shape import MTP_DEPTH, STOP_IDS, TEMPERATURE, TOP_P, text_config
+from .shape import MTP_DEPTH, TEMPERATURE, TOP_P
 from .speculative import Sampling, distribution
 from .storage import round_in_place
 
@@ -53,27 +53,28 @@ MODES = {
 SAMPLES = 3
 
 
-def load_model(folder: Path, device: torch.device) -> DemoModel:
+def load_model(folder: Path, device: torch.device, family: Family) -> Any:
     """A checkpoint folder, or the shards of a run in their stored form, in float32."""
     config_file = folder / "config.json"
     stored = config_file.exists()
-    config = json.loads(config_file.read_text())["text_config"] if stored else text_config()
-    model = from_published(DemoModel(config), load_weights(folder)).to(device)
+    config = json.loads(config_file.read_text())["text_config"] if stored else family.text_config()
+    model = family.from_published(family.network(config), load_weights(folder)).to(device)
     if not stored:
-        round_in_place(model, [name for name, _ in model.named_parameters()])
+        names = [name for name, _ in model.named_parameters()]
+        round_in_place(model, names, family.stored_format)
     return model.eval()
 
 
 @torch.no_grad()
-def sparse_against_dense(model: DemoModel, folder: Path, device: torch.device) -> dict[str, float]:
+def sparse_against_dense(model: Any, folder: Path, device: torch.device) -> dict[str, float]:
     """Mean loss of the held-out long rows under the budget and without one."""
     rows = np.load(folder / ROWS_FILE)[LONG_ROWS].astype(np.int64)
     report = {}
-    for name, budget in (("dense", None), ("sparse", model.config["index_topk"])):
+    for name, budget in (("dense", None), ("sparse", model.budget_tokens)):
         model.set_budget(budget)
         losses = []
         for row in torch.from_numpy(rows).to(device).split(1):
-            logits = model.lm_head(model.hidden(row[:, :-2]))
+            logits = model.logits(model.hidden(row[:, :-2]))
             losses.append(torch.nn.functional.cross_entropy(logits[0], row[0, 1:-1]))
         report[f"{name}_loss"] = round(torch.stack(losses).mean().item(), 5)
     model.set_budget(None)
@@ -83,7 +84,7 @@ def sparse_against_dense(model: DemoModel, folder: Path, device: torch.device) -
 
 @torch.no_grad()
 def distant_recall(
-    model: DemoModel, folder: Path, tokenizer: Tokenizer, device: torch.device
+    model: Any, folder: Path, tokenizer: Tokenizer, device: torch.device
 ) -> dict[str, Any]:
     """Shares of expected answers to the distant questions, greedy and at the default sampling.
 
@@ -93,7 +94,7 @@ def distant_recall(
     items = [json.loads(t) for t in (folder / RECALL_FILE).read_text("utf-8").split("\n") if t]
     sampling = Sampling(TEMPERATURE, TOP_P, 1, 1, frozenset())
     report: dict[str, Any] = {"prompts": len(items)}
-    for name, budget in (("dense", None), ("sparse", model.config["index_topk"])):
+    for name, budget in (("dense", None), ("sparse", model.budget_tokens)):
         model.set_budget(budget)
         greedy, sampled, sizes = [], [], []
         for item in items:
@@ -102,8 +103,8 @@ def distant_recall(
                 for k in ("prompt", "answer")
             )
             ids = torch.tensor([prompt + answer], device=device)
-            hidden = model.hidden(ids)[0, len(prompt) - 1 : -1]
-            logits = model.lm_head(hidden)
+            hidden = model.hidden(ids)[:, len(prompt) - 1 : -1]
+            logits = model.logits(hidden)[0]
             want = torch.tensor(answer, device=device)
             p = distribution(logits, sampling).gather(-1, want[:, None])
             greedy.append((logits.argmax(-1) == want).all().float())
@@ -115,35 +116,39 @@ def distant_recall(
     return report | {"shortest_tokens": min(sizes), "longest_tokens": max(sizes)}
 
 
-def answer_limit(item: dict[str, Any], tokenizer: Tokenizer) -> int:
+def answer_limit(item: dict[str, Any], tokenizer: Tokenizer, chat: ChatLayout) -> int:
     """Output tokens after which an answer is cut off."""
     if not item["expected"]:
         return RAW_LIMIT
-    turn = render([item["expected"]]).split("<|assistant|><think>", 1)[1]
+    turn = chat.render([item["expected"]]).split(chat.opened, 1)[1]
     return min(LIMIT, len(tokenizer.encode(turn, add_special_tokens=False).ids) + SLACK)
 
 
 def generate(
-    model: DemoModel, items: Sequence[dict[str, Any]], tokenizer: Tokenizer, sampling: Sampling
+    model: Any,
+    family: Family,
+    items: Sequence[dict[str, Any]],
+    tokenizer: Tokenizer,
+    sampling: Sampling,
 ) -> Answers:
     """Answers to all items, ``BATCH`` at a time, in their order."""
     parts = []
     for start in range(0, len(items), BATCH):
         batch = items[start : start + BATCH]
         prompts = [tokenizer.encode(i["prompt"], add_special_tokens=False).ids for i in batch]
-        limits = [answer_limit(i, tokenizer) for i in batch]
-        parts.append(Generation(model, prompts, limits, sampling).run())
+        limits = [answer_limit(i, tokenizer, family.chat) for i in batch]
+        parts.append(Generation(partial(family.session, model), prompts, limits, sampling).run())
     return Answers(
         [t for p in parts for t in p.tokens],
         *(torch.cat([getattr(p, name) for p in parts]) for name in Answers.__slots__[1:]),
     )
 
 
-def judge(item: dict[str, Any], text: str) -> dict[str, bool]:
+def judge(item: dict[str, Any], text: str, chat: ChatLayout = LAYOUT) -> dict[str, bool]:
     """What can be said of one answer; keys that do not apply are left out."""
     if not item["expected"]:
         return {}
-    got, want = parse_answer(text), expected_answer(item["expected"])
+    got, want = chat.parse_answer(text), chat.expected_answer(item["expected"])
     same_calls = got["calls"] == want["calls"]
     verdict = {"exact": got["content"] == want["content"] and same_calls}
     if want["calls"]:
@@ -165,7 +170,7 @@ def _parses(text: str) -> bool:
 
 
 def summary(
-    items: Sequence[dict[str, Any]], answers: Answers, tokenizer: Tokenizer
+    items: Sequence[dict[str, Any]], answers: Answers, tokenizer: Tokenizer, family: Family
 ) -> dict[str, dict[str, Any]]:
     """Figures by category."""
     places: dict[str, list[int]] = defaultdict(list)
@@ -178,9 +183,9 @@ def summary(
         verdicts: dict[str, list[bool]] = defaultdict(list)
         samples: list[dict[str, str]] = []
         for i in at:
-            kept = [t for t in answers.tokens[i] if t not in STOP_IDS]
+            kept = [t for t in answers.tokens[i] if t not in family.ids.stop]
             text = tokenizer.decode(kept, skip_special_tokens=False)
-            for key, value in judge(items[i], text).items():
+            for key, value in judge(items[i], text, family.chat).items():
                 verdicts[key].append(value)
             if len(samples) < SAMPLES:
                 samples.append({"prompt": items[i]["prompt"][-300:], "output": text})
@@ -202,18 +207,23 @@ def summary(
 
 
 def steps_of(
-    model: DemoModel, folder: Path, tokenizer: Tokenizer, items: Sequence[dict[str, Any]]
+    model: Any,
+    family: Family,
+    folder: Path,
+    tokenizer: Tokenizer,
+    items: Sequence[dict[str, Any]],
 ) -> dict[str, Callable[[], Any]]:
     """Every step by its name."""
     device = model.embed_tokens.weight.device
 
     def answers(mode: str) -> dict[str, Any]:
         temperature, top_p, depth = MODES[mode]
-        sampling = Sampling(temperature, top_p, depth, LIMIT, frozenset(STOP_IDS))
-        return summary(items, generate(model, items, tokenizer, sampling), tokenizer)
+        sampling = Sampling(temperature, top_p, depth, LIMIT, frozenset(family.ids.stop))
+        given = generate(model, family, items, tokenizer, sampling)
+        return summary(items, given, tokenizer, family)
 
     return {
-        "teacher_forced": lambda: teacher_forced(model, folder, device),
+        "teacher_forced": lambda: teacher_forced(model, family, folder, device),
         "long_rows": lambda: sparse_against_dense(model, folder, device),
         "distant_recall": lambda: distant_recall(model, folder, tokenizer, device),
     } | {mode: partial(answers, mode) for mode in MODES}
@@ -228,10 +238,11 @@ def measure(checkpoint: Path, out: Path, args: argparse.Namespace) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(5)
-    model = load_model(checkpoint, device)
+    family = family_of(args.family)
+    model = load_model(checkpoint, device, family)
     tokenizer = Tokenizer.from_file(str(args.tokenizer or checkpoint / "tokenizer.json"))
     items = selected(args.prompts or folder / PROMPTS_FILE, args.count)
-    steps = steps_of(model, folder, tokenizer, items)
+    steps = steps_of(model, family, folder, tokenizer, items)
     failures = []
     for name in args.step or STEPS:
         begin = time.monotonic()
@@ -258,6 +269,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="other prompts than those of the folder")
     parser.add_argument("--count", type=int, default=10**9, help="prompts a category")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json; default: the checkpoint's")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="glm")
     parser.add_argument("--step", action="append", choices=STEPS, default=[])
     parser.add_argument("--tag", default="", help="goes into the names of the result files")
     args = parser.parse_args()

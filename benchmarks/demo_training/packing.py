@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 from flare_ray.workload.generators.corpus import Corpus
 
+from .chat_format import LAYOUT
+from .family import ChatLayout
 from .generators import RAW, documents, example
 
 BLOCK_DOCUMENTS = 192
@@ -16,7 +18,13 @@ SMALLEST_FILL = 48
 
 
 def packed_rows(
-    r: random.Random, corpus: Corpus, tokenizer: Tokenizer, *, length: int, shares: dict[str, int]
+    r: random.Random,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    *,
+    length: int,
+    shares: dict[str, int],
+    chat: ChatLayout = LAYOUT,
 ) -> Iterator[list[int]]:
     """Endless rows of ``length`` ids; each starts with a document.
 
@@ -24,7 +32,7 @@ def packed_rows(
     source file or a documentation page where ``shares`` has one, else with the beginning of the
     document. Nothing masks one document from the next.
     """
-    stream = documents(r, corpus, shares)
+    stream = documents(r, corpus, shares, chat)
     fillers = [c for c in RAW if c in shares]
     row: list[int] = []
     while True:
@@ -37,7 +45,7 @@ def packed_rows(
             if len(ids) <= gap or not row:
                 row += ids
             elif gap > SMALLEST_FILL and fillers:
-                filler = example(r.choice(fillers), r, corpus)
+                filler = example(r.choice(fillers), r, corpus, chat)
                 row += tokenizer.encode(filler, add_special_tokens=False).ids[:gap]
                 row += ids[: length - len(row)]
                 waiting.append(ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,18 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .captured import Captured
+from .family import Family, TokenIds
 from .muon import HiddenMatrix, Muon
-from .network import DemoModel
 from .network.functional import DraftTarget
 from .pool import Batches
 from .settings import Settings
-from .shape import MARKERS, MTP_DEPTH, SHORT_ROW, VOCAB_SIZE
+from .shape import MTP_DEPTH, SHORT_ROW, VOCAB_SIZE
 from .storage import StoredView
 
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
 MIXER_RATE = 0.15
-"""Learning-rate factor of ``hc_*_fn``: 1,024 inputs of unit size make Adam's steps large."""
+"""Learning-rate factor of a family's ``slow`` matrices, which read all streams: 1,024 inputs of
+unit size make Adam's steps large."""
 SMALLEST_HIDDEN = 64
 DEPTH_DECAY = 0.95
 WARM_STEPS = 4
@@ -40,11 +41,13 @@ class Run:
     """What the phases share.
 
     Attributes:
+        model: the training model of the family.
         export: writes the weights of trunk and drafter.
     """
 
     settings: Settings
-    model: DemoModel
+    family: Family
+    model: Any
     device: torch.device
     short: Batches
     long: Batches
@@ -144,18 +147,19 @@ def trunk_optimizers(run: Run) -> list[torch.optim.Optimizer]:
     projections, embedding, head and the rest. Every group has its ``factor`` of the rate; the rate
     is a tensor, for captured steps.
     """
+    family = run.family
     hidden, small, mixers, rest = [], [], [], []
     for name, parameter in run.model.named_parameters():
         if ".indexer." in name:
             continue
-        if name.endswith("_fn"):
+        if name.endswith(tuple(family.slow)):
             mixers.append(parameter)
-        elif parameter.dim() < 2 or any(s in name for s in ("embed", "lm_head", "conv1d")):
+        elif parameter.dim() < 2 or any(s in name for s in family.plain):
             rest.append(parameter)
         elif min(parameter.shape) < SMALLEST_HIDDEN and ".experts_" not in name:
             small.append(parameter)
         else:
-            stacked = run.model.config["n_routed_experts"] if ".experts_" in name else 1
+            stacked = run.model.num_experts if ".experts_" in name else 1
             hidden.append(HiddenMatrix(parameter, stacked))
     groups = [
         {"params": small, "weight_decay": WEIGHT_DECAY, "factor": 1.0},
@@ -172,23 +176,25 @@ def trunk_optimizers(run: Run) -> list[torch.optim.Optimizer]:
 
 
 @cache
-def _marker_weights(prompt_weight: float, device: torch.device) -> tuple[Tensor, Tensor]:
+def _marker_weights(
+    full: tuple[int, ...], light: tuple[int, ...], prompt_weight: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Ids that begin a part of a document, and by id the weight of what follows."""
     weight = torch.full((VOCAB_SIZE,), prompt_weight)
-    weight[[MARKERS.index("<|assistant|>"), MARKERS.index("<sop>")]] = 1.0
-    names = ("<|endoftext|>", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
-    markers = torch.tensor([MARKERS.index(n) for n in names])
-    return markers.to(device), weight.to(device)
+    weight[list(full)] = 1.0
+    return torch.tensor([*full, *light], device=device), weight.to(device)
 
 
-def token_weights(ids: Tensor, prompt_weight: float) -> Tensor:
+def token_weights(ids: Tensor, roles: TokenIds, prompt_weight: float) -> Tensor:
     """Loss weight of the token behind every position of ids [B, T]: one inside assistant turns (end
     marker included) and raw text, ``prompt_weight`` elsewhere.
     """
-    markers, weight = _marker_weights(prompt_weight, ids.device)
+    parts = tuple(roles.full), tuple(roles.light)
+    markers, weight = _marker_weights(*parts, prompt_weight, ids.device)
     at = torch.arange(ids.shape[1], device=ids.device)
-    last = torch.where(torch.isin(ids, markers), at, 0).cummax(1).values
-    return weight[ids.gather(1, last)]
+    last = torch.where(torch.isin(ids, markers), at, -1).cummax(1).values
+    known = weight[ids.gather(1, last.clamp(min=0))]
+    return known.masked_fill(last < 0, 1.0 if roles.unmarked_full else prompt_weight)
 
 
 def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -197,15 +203,19 @@ def trunk_loss(run: Run, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     model, s, length = run.model, run.settings, ids.shape[1] - 2
     loss, head = model.kernels.next_token_loss, model.lm_head.weight
-    weights = token_weights(ids[:, : length + 1], s.prompt_weight)
+    roles, extra = run.family.ids, run.family.extra_loss
+    weights = token_weights(ids[:, : length + 1], roles, s.prompt_weight)
     with run.autocast():
         hidden = model.hidden(ids[:, :length], run.dtype)
         targets, place = ids[:, 1 : length + 1].flatten(), weights[:, :length].flatten()
-        weighted, plain = loss(hidden.flatten(0, 1), head, targets, place, run.dtype)
+        told = model.readout(hidden, run.dtype).flatten(0, 1)
+        weighted, plain = loss(told, head, targets, place, run.dtype)
         drafted = model.mtp(model.embed_tokens(ids[:, 1 : length + 1]), hidden, run.dtype)
         targets, place = ids[:, 2:].flatten(), weights[:, 1:].flatten()
-        mtp, _ = loss(drafted.flatten(0, 1), head, targets, place, run.dtype)
-    return weighted + s.mtp_weight * mtp, plain, mtp.detach()
+        told = model.mtp.readout(drafted, run.dtype).flatten(0, 1)
+        mtp, _ = loss(told, head, targets, place, run.dtype)
+    total = weighted + s.mtp_weight * mtp
+    return total if extra is None else total + extra(model), plain, mtp.detach()
 
 
 def _trunk_step(run: Run, clock: Clock) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -214,7 +224,7 @@ def _trunk_step(run: Run, clock: Clock) -> Callable[[Tensor], tuple[Tensor, Tens
     optimizers = trunk_optimizers(run)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     trained = [p for group in groups for p in group["params"]]
-    view = StoredView(model, [name for name, _ in model.named_parameters()])
+    view = StoredView(model, [n for n, _ in model.named_parameters()], run.family.stored_format)
     model.train()
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # one place for all captured steps
@@ -229,7 +239,7 @@ def _trunk_step(run: Run, clock: Clock) -> Callable[[Tensor], tuple[Tensor, Tens
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         for optimizer in optimizers:
             optimizer.step()
-        balance(model.moes())
+        run.family.after_step(model.moes())
         return ()
 
     gradients_of, updated = Captured(gradients, run.device), Captured(update, run.device)
@@ -294,15 +304,9 @@ def trunk_phase(run: Run, begun: float = 0.0) -> None:
     saver.now(1.0)
 
 
-def trunk_names(model: DemoModel) -> list[str]:
+def trunk_names(model: nn.Module) -> list[str]:
     """Parameters of the target."""
     return [name for name, _ in model.named_parameters() if not name.startswith("mtp.")]
-
-
-def balance(moes: Iterable[Any]) -> None:
-    """One balancing step of every expert layer."""
-    for moe in moes:
-        moe.balance()
 
 
 def trunk_states(run: Run, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -357,7 +361,8 @@ def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
     batches = _draft_batches(run, sampled)
     keeps = depth_masks(s.mtp_rows, run.device)
     weights = torch.tensor([DEPTH_DECAY**k for k in range(MTP_DEPTH)], device=run.device)
-    view = StoredView(model, [f"mtp.{name}" for name, _ in mtp.named_parameters()])
+    names = [f"mtp.{name}" for name, _ in mtp.named_parameters()]
+    view = StoredView(model, names, run.family.stored_format)
     clock = Clock(s.drafter_s, begun)
     saver = Saver(run, "drafter", clock)
     steps = -2  # two warm-up steps
@@ -375,7 +380,7 @@ def drafter_phase(run: Run, sampled: Tensor, begun: float = 0.0) -> None:
         nn.utils.clip_grad_norm_(trained, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        mtp.mlp.balance()
+        run.family.after_step([mtp.mlp])
         steps += 1
         if steps % LOGGED_STEPS == 0 or steps == 1:
             overlap = [round(o.item(), 3) for _, o in losses]
@@ -405,13 +410,17 @@ def _draft_losses(run: Run, ids: Tensor, keeps: list[Tensor]) -> list[tuple[Tens
     hidden, embedded = trunk_states(run, ids)
     model.mtp.train()
     head = model.lm_head.weight.detach()
-    following = torch.cat([hidden[:, 1:], hidden[:, -1:]], 1).flatten(0, 1)
     with run.autocast():
+        told = model.readout(hidden, run.dtype).detach()
+        following = torch.cat([told[:, 1:], told[:, -1:]], 1).flatten(0, 1)
         logits = F.linear(following.to(run.dtype), head.to(run.dtype))
         outs = model.mtp.unroll(embedded, hidden, run.dtype, MTP_DEPTH)
         return [
             model.kernels.draft_loss(
-                out.flatten(0, 1), head, DraftTarget(logits, ids[:, 2:].flatten(), keep), run.dtype
+                model.mtp.readout(out, run.dtype).flatten(0, 1),
+                head,
+                DraftTarget(logits, ids[:, 2:].flatten(), keep),
+                run.dtype,
             )
             for out, keep in zip(outs, keeps, strict=True)
         ]

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from .corpus import load_corpus
+from .family import family_of
 from .generators import LONG_SHARES, TOKEN_SHARES
 from .packing import packed_rows
 from .settings import Settings
@@ -54,6 +55,7 @@ def produce(index: int, settings: Settings, long: bool) -> None:
         tokenizer,
         length=length + EXTRA_TARGETS,
         shares=LONG_SHARES if long else TOKEN_SHARES,
+        chat=family_of(settings.family).chat,
     )
     pool, number = settings.pool, 0
     while pool.is_dir():

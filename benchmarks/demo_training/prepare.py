@@ -22,6 +22,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from .corpus import load_corpus
+from .family import FAMILIES, Family, family_of
 from .prose import MANUALS, examples, manuals
 from .vocabulary import save_tokenizer, train_tokenizer
 
@@ -99,12 +100,13 @@ def notices(unpacked: Path) -> dict[str, str]:
     return texts
 
 
-def prepare(unpacked: Path, pack: Path, tokenizer: Path | None = None) -> None:
+def prepare(unpacked: Path, pack: Path, family: Family, tokenizer: Path | None = None) -> None:
     """Write glosses, documentation, prose, licence texts and the tokenizer into ``pack``.
 
     Args:
         unpacked: folder with the unpacked Debian packages.
         pack: folder to write.
+        family: whose added tokens and chat layout the tokenizer has.
         tokenizer: a ``tokenizer.json`` to keep, so that an edition's token ids stay those of the
             one before; None = train one.
     """
@@ -128,10 +130,10 @@ def prepare(unpacked: Path, pack: Path, tokenizer: Path | None = None) -> None:
     print(f"{len(words)} glosses, {len(docs)} documents, {characters / 1e6:.1f} M characters")
     print(f"{len(prose)} pages of prose, {sum(len(t) for _, t in prose) / 1e6:.1f} M characters")
     if tokenizer is not None:
-        save_tokenizer(Tokenizer.from_file(str(tokenizer)), pack)
+        save_tokenizer(Tokenizer.from_file(str(tokenizer)), pack, family)
         return
     corpus = load_corpus(pack, "train", max_files=1500)
-    save_tokenizer(train_tokenizer(corpus), pack)
+    save_tokenizer(train_tokenizer(corpus, family), pack, family)
     print(f"tokenizer trained; code by package {corpus.characters}")
 
 
@@ -141,8 +143,9 @@ def main() -> None:
     parser.add_argument("unpacked", type=Path, help="folder with the unpacked Debian packages")
     parser.add_argument("pack", type=Path, help="folder to write")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to keep instead of training")
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="glm")
     args = parser.parse_args()
-    prepare(args.unpacked, args.pack, args.tokenizer)
+    prepare(args.unpacked, args.pack, family_of(args.family), args.tokenizer)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .figures import FIRST_STEPS, FROZEN_STEPS
 from .finish import finish
+from .glm_family import GLM
 from .heldout import FROZEN_PROMPTS
 from .prepare import prepare
 
@@ -48,10 +49,10 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="folder to measure against and publish into")
     args = parser.parse_args()
     pack, run = args.work / "pack", args.work / "run"
-    prepare(args.unpacked, pack, args.checkpoint / "tokenizer.json")
+    prepare(args.unpacked, pack, GLM, args.checkpoint / "tokenizer.json")
     for module, *arguments in steps(pack, run, args.checkpoint):
         subprocess.run([sys.executable, "-m", f"{PACKAGE}.{module}", *arguments], check=True)
-    finish(run, pack, args.checkpoint)
+    finish(run, pack, args.checkpoint, GLM)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class Settings:
         files: source files that each producer reads.
         eval_rows: held-out rows a category.
         prompts: held-out evaluation prompts a category.
+        family: architecture, one of ``family.FAMILIES``.
         seed: of the weights and the data.
         backend: ``torch.compile`` backend, or ``none``.
         save_s: seconds between two checkpoints of a running phase.
@@ -64,6 +65,7 @@ class Settings:
     eval_rows: int = 24
     prompts: int = 200
     seed: int = 1
+    family: str = "glm"
     backend: str = "inductor"
     save_s: float = 90.0
 

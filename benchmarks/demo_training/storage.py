@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flare_ray.device.weights.formats import WeightFormat
-from flare_ray.device.weights.quantiser import rounded
-
-from .network import DemoModel
+from flare_ray.device.weights.quantiser import Choice, rounded
 
 SMALLEST_ROWS = 64
 """Matrices of fewer rows (router, beta, index weights) steer and weigh nothing: they stay plain."""
@@ -27,13 +25,13 @@ def stored_format(name: str, tensor: Tensor) -> WeightFormat:
     return WeightFormat.NVFP4_MODELOPT if ".experts." in name else WeightFormat.FP8_BLOCK
 
 
-def _form(name: str, parameter: Tensor) -> WeightFormat:
+def _form(name: str, parameter: Tensor, choice: Choice) -> WeightFormat:
     stacked = ".experts_" in name
-    return WeightFormat.NVFP4_MODELOPT if stacked else stored_format(name, parameter)
+    return WeightFormat.NVFP4_MODELOPT if stacked else choice(name, parameter)
 
 
 @torch.no_grad()
-def round_in_place(model: DemoModel, names: list[str]) -> None:
+def round_in_place(model: nn.Module, names: list[str], choice: Choice = stored_format) -> None:
     """Make the named parameters what they will read back as.
 
     Stacked experts are rounded as one matrix, with one global scale: a power of two, it moves no
@@ -42,7 +40,7 @@ def round_in_place(model: DemoModel, names: list[str]) -> None:
     parameters = dict(model.named_parameters())
     for name in names:
         parameter = parameters[name]
-        form = _form(name, parameter)
+        form = _form(name, parameter, choice)
         if form is not WeightFormat.PLAIN:
             parameter.copy_(rounded(parameter.flatten(0, -2), form).view_as(parameter))
 
@@ -57,13 +55,14 @@ class StoredView:
     Args:
         model: its parameters keep their memory from here on.
         names: what to round; parameters that are stored plainly are left alone.
+        choice: form by name.
     """
 
-    def __init__(self, model: DemoModel, names: list[str]) -> None:
+    def __init__(self, model: nn.Module, names: list[str], choice: Choice = stored_format) -> None:
         parameters = dict(model.named_parameters())
         plain = WeightFormat.PLAIN
-        self._model = model
-        self._names = [n for n in names if _form(n, parameters[n]) is not plain]
+        self._model, self._choice = model, choice
+        self._names = [n for n in names if _form(n, parameters[n], choice) is not plain]
         self._weights = [parameters[n].detach() for n in self._names]
         self._kept = [torch.empty_like(w) for w in self._weights]
         self._graph = None
@@ -85,7 +84,7 @@ class StoredView:
 
     def _round(self) -> None:
         torch._foreach_copy_(self._kept, self._weights)
-        round_in_place(self._model, self._names)
+        round_in_place(self._model, self._names, self._choice)
 
     def _restore(self) -> None:
         torch._foreach_copy_(self._weights, self._kept)

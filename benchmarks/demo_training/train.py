@@ -21,6 +21,7 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,16 +31,15 @@ from benchmarks.support.results import describe_machine
 
 from .assemble import load_shards
 from .corpus import load_corpus, package_licences
+from .family import Family, family_of
 from .generation import continued
 from .generators import LONG_SHARES, TOKEN_SHARES
 from .heldout import write_held_out
 from .index_phase import index_phase
-from .network import DemoModel, Kernels, from_published, is_drafter, to_published
-from .network.layers import Mla
 from .phases import PROGRESS_FILE, Clock, Run, drafter_phase, trunk_names, trunk_phase
 from .pool import Batches, start_producers, stop_producers
 from .settings import Settings, add_options, settings_of
-from .shape import MTP_DEPTH, SHORT_ROW, TOP_P, text_config
+from .shape import MTP_DEPTH, SHORT_ROW, TOP_P
 from .speculative import Sampling
 from .storage import round_in_place
 
@@ -49,19 +49,19 @@ SAMPLED_PREFIXES = (48, 96, 192, 384)
 """Corpus tokens in front of text that the trunk writes."""
 
 
-def export(model: DemoModel, folder: Path) -> None:
+def export(model: Any, folder: Path, family: Family) -> None:
     """Write the published tensors of each part as ``PART-0.safetensors``, ..., each within
     ``SHARD_BYTES`` and whole from the moment it has its name.
     """
     for part in PARTS:
-        _export(model, folder, part)
+        _export(model, folder, part, family)
 
 
-def _export(model: DemoModel, folder: Path, part: str) -> None:
+def _export(model: Any, folder: Path, part: str, family: Family) -> None:
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
-    for key, tensor in to_published(model).items():
-        if is_drafter(model, key) != (part == "drafter"):
+    for key, tensor in family.to_published(model).items():
+        if family.is_drafter(model, key) != (part == "drafter"):
             continue
         if size + tensor.nbytes > SHARD_BYTES:
             shards.append({})
@@ -159,11 +159,13 @@ def _run(settings: Settings, say: Callable[[str], None]) -> Run:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")  # TF32 for the products of mixer and delta rule
     torch.manual_seed(settings.seed)
-    kernels = Kernels() if settings.backend == "none" else Kernels.compiled(settings.backend)
-    model = DemoModel(text_config(), kernels).to(device)
+    family, compiled = family_of(settings.family), settings.backend != "none"
+    kernels = family.kernels(settings.backend) if compiled else None
+    model = family.network(family.text_config(), kernels).to(device)
     short = Batches(settings, "short", settings.rows, device)
     long = Batches(settings, "long", settings.long_rows, device)
-    run = Run(settings, model, device, short, long, say, partial(export, model, settings.out))
+    write = partial(export, model, settings.out, family)
+    run = Run(settings, family, model, device, short, long, say, write)
     total, mtp = (sum(p.numel() for p in m.parameters()) for m in (model, model.mtp))
     run.report["parameters"] = {"total": total, "target": total - mtp, "mtp": mtp}
     return run
@@ -181,14 +183,15 @@ def _begun(part: str, resume: Path | None) -> float:
 def _trunk(run: Run, resume: Path | None) -> None:
     begun = _begun("trunk", resume)
     if resume and begun:
-        from_published(run.model, load_shards(resume, "trunk") | load_shards(resume, "drafter"))
+        run.family.from_published(
+            run.model, load_shards(resume, "trunk") | load_shards(resume, "drafter")
+        )
         run.say(f"trunk resumed at {begun:.2f}")
     if begun < 1:
         trunk_phase(run, begun)
     names = trunk_names(run.model)
-    round_in_place(run.model, names)
-    layers = [m for m in run.model.layers.modules() if isinstance(m, Mla)]
-    index_phase(run, layers, [n for n in names if ".indexer." in n])
+    round_in_place(run.model, names, run.family.stored_format)
+    index_phase(run, run.model.attentions(), [n for n in names if ".indexer." in n])
     run.export()
 
 
@@ -196,13 +199,13 @@ def _drafter(run: Run, resume: Path | None) -> None:
     model, out = run.model, run.settings.out
     begun = _begun("drafter", resume)
     source = resume if resume and begun else out
-    from_published(model, load_shards(out, "trunk") | load_shards(source, "drafter"))
+    run.family.from_published(model, load_shards(out, "trunk") | load_shards(source, "drafter"))
     run.say(f"drafter begins at {begun:.2f}")
-    round_in_place(model, trunk_names(model))
+    round_in_place(model, trunk_names(model), run.family.stored_format)
     if begun < 1:
         drafter_phase(run, sampled_rows(run), begun)
     names = [f"mtp.{name}" for name, _ in model.mtp.named_parameters()]
-    round_in_place(model, names)
+    round_in_place(model, names, run.family.stored_format)
     index_phase(run, [model.mtp.self_attn], [n for n in names if ".indexer." in n])
     run.export()
 
@@ -211,7 +214,7 @@ def sampled_rows(run: Run) -> Tensor:
     """Rows [R, T + 2] int32 that begin with corpus text and go on as the trunk writes at
     temperature one, as many as ``sample_s`` allows. The default sampling would write loops.
     """
-    plain = DemoModel(run.model.config).to(run.device)
+    plain = run.family.network(run.model.config).to(run.device)
     plain.load_state_dict(run.model.state_dict())
     sampling = Sampling(1.0, TOP_P, MTP_DEPTH, SHORT_ROW, frozenset())
     clock = Clock(run.settings.sample_s)
@@ -224,7 +227,7 @@ def sampled_rows(run: Run) -> Tensor:
         more = [run.short.next() for _ in range(-(-run.settings.sample_rows // len(waiting)) - 1)]
         begin = torch.cat([waiting, *more])[: run.settings.sample_rows, :given]
         waiting = run.short.next()
-        rows = continued(plain, begin, SHORT_ROW + 2, sampling)
+        rows = continued(partial(run.family.session, plain), begin, SHORT_ROW + 2, sampling)
         parts.append(rows.int())
         own += rows.shape[0] * (rows.shape[1] - given)
         run.say(f"trunk wrote {own / 1e6:.2f} M tokens, {own / clock.elapsed():.0f}/s")

@@ -13,25 +13,25 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from flare_ray.workload.generators.corpus import Corpus
 
-from .chat_format import chat_template
+from .family import Family
 from .generators import RAW, TOKEN_SHARES, documents
-from .shape import LONG_ROW, TAGS, VOCAB_SIZE, added_tokens
+from .shape import LONG_ROW, VOCAB_SIZE
 
 NUM_CONVERSATIONS = 15_000
 MAX_TEXT_CHARS = 20_000
 _TOKEN_TEXT = re.compile(r"<\|?[a-z_/]+\|?>|\[gMASK\]")
 
 
-def _texts(corpus: Corpus) -> Iterator[str]:
+def _texts(corpus: Corpus, family: Family) -> Iterator[str]:
     shares = {c: s for c, s in TOKEN_SHARES.items() if c not in RAW}
     yield from (text[:MAX_TEXT_CHARS] for text in itertools.chain(corpus.code, corpus.docs))
     yield from (f"{g.lemma}: {g.meaning}" for g in (*corpus.common, *corpus.rare))
     yield from itertools.islice(
-        documents(random.Random("tokenizer"), corpus, shares), NUM_CONVERSATIONS
+        documents(random.Random("tokenizer"), corpus, shares, family.chat), NUM_CONVERSATIONS
     )
 
 
-def train_tokenizer(corpus: Corpus) -> Tokenizer:
+def train_tokenizer(corpus: Corpus, family: Family) -> Tokenizer:
     """Train on source files, documentation, glosses and generated conversations; digits stay
     single.
 
@@ -47,17 +47,19 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    names = added_tokens()
+    names = list(family.ids.names)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(t, normalized=False, special=True) for t in names],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((_TOKEN_TEXT.sub(" ", t) for t in _texts(corpus)), trainer)
+    tokenizer.train_from_iterator(
+        (_TOKEN_TEXT.sub(" ", t) for t in _texts(corpus, family)), trainer
+    )
     data = json.loads(tokenizer.to_str())
     for token in data["added_tokens"]:
-        token["special"] = token["content"] not in TAGS
+        token["special"] = token["content"] not in family.ids.tags
     tokenizer = Tokenizer.from_str(json.dumps(data))
     size, ids = tokenizer.get_vocab_size(), [tokenizer.token_to_id(t) for t in names]
     if size != VOCAB_SIZE or ids != list(range(len(names))):
@@ -68,20 +70,20 @@ def train_tokenizer(corpus: Corpus) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_config() -> dict[str, object]:
+def tokenizer_config(family: Family) -> dict[str, object]:
     """``tokenizer_config.json`` with the chat template."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": LONG_ROW,
-        "eos_token": "<|endoftext|>",
+        "eos_token": family.ids.names[family.ids.stop[0]],
         "pad_token": "<|endoftext|>",
         "clean_up_tokenization_spaces": False,
-        "chat_template": chat_template(),
+        "chat_template": family.chat.chat_template(),
     }
 
 
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, family: Family) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    text = json.dumps(tokenizer_config(), indent=1, ensure_ascii=False)
+    text = json.dumps(tokenizer_config(family), indent=1, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", "utf-8")

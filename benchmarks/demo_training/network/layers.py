@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -212,6 +213,14 @@ class Mla(nn.Module):
             )
         )
 
+    def pool_scores(self, x: Tensor, at: Tensor) -> Tensor:
+        """Score of every complete pool [B, R, P] for the rows ``at`` [R] of x [B, T, H]; the caller
+        masks pools of the future. Only the scorer's weights get gradients.
+        """
+        with torch.no_grad():
+            latent = self.query_latent(x[:, at])
+        return self.indexer.scores(x[:, at], latent, self.indexer.pooled_keys(x))
+
     def chosen(self, x: Tensor, budget: int) -> Tensor:
         """[B, 1, T, T] bool: what every query sees with ``budget`` pools, its own tail beside them.
 
@@ -302,6 +311,12 @@ class Moe(nn.Module):
             self.load.mean() - self.load
         )
         self.load.zero_()
+
+
+def balance(moes: Iterable[Moe]) -> None:
+    """One balancing step of every expert layer."""
+    for moe in moes:
+        moe.balance()
 
 
 class Layer(nn.Module):
@@ -398,6 +413,10 @@ class MtpLayer(nn.Module):
         x = self._inputs(embedded, hidden, dtype)
         x = x + self.self_attn(self._attention_input(x, dtype), rows)
         return self._finish(x, rows, dtype)
+
+    def readout(self, out: Tensor, dtype: torch.dtype) -> Tensor:
+        """Outputs as they are: the vocabulary head takes them."""
+        return out
 
     def unroll(
         self, embedded: Tensor, hidden: Tensor, dtype: torch.dtype, steps: int

@@ -22,6 +22,8 @@ class DemoModel(nn.Module):
         self.spec = MhcSpec(
             config["hc_mult"], config["hc_sinkhorn_iters"], config["rms_norm_eps"], config["hc_eps"]
         )
+        self.budget_tokens, self.pool = config["index_topk"], config["index_kpool"]
+        self.num_experts = config["n_routed_experts"]
         self.embed_tokens = nn.Embedding(vocab, hidden)
         nn.init.normal_(self.embed_tokens.weight, std=0.3)
         layers = [Layer(config, i, self.kernels) for i in range(config["num_hidden_layers"])]
@@ -48,6 +50,22 @@ class DemoModel(nn.Module):
                 site = layers[i + 1].attention_site()
                 x, streams, write, mixer = kernels.turn_site(written, site, spec, dtype)
         return kernels.close_site(written, self.norm.weight, spec.rms_eps).unflatten(0, (rows, -1))
+
+    def readout(self, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+        """Hidden states as they are: the vocabulary head takes them."""
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[B, T, V] of hidden states."""
+        return self.lm_head(hidden)
+
+    def draft_logits(self, out: Tensor) -> Tensor:
+        """[B, T, V] of the MTP layer's outputs."""
+        return self.lm_head(out)
+
+    def attentions(self) -> list[Mla]:
+        """The target's latent-attention layers, in their order."""
+        return [m for m in self.layers.modules() if isinstance(m, Mla)]
 
     def set_budget(self, tokens: int | None) -> None:
         """Let every latent-attention layer choose at most so many tokens, or see all (None)."""

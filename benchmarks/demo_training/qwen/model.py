@@ -46,6 +46,11 @@ class Mtp(nn.Module):
         assert isinstance(block, Attention)
         return block
 
+    @property
+    def mlp(self) -> Moe:
+        """Its experts."""
+        return self.layer.mlp
+
     def joined(self, embedded: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
         """Streams [N, S H] float32 of pairs of next-token embeddings [B, T, H] and target streams
         [B, T, S H]; the latter are normed as one vector.

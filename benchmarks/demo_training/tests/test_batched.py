@@ -1,5 +1,7 @@
 """Batched decoding and generation against the one-request reference, on seeded random weights."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -55,7 +57,7 @@ def test_batched_greedy_answers_and_rounds_equal_single_ones(pair):
     model, reference = pair
     prompts = [random_ids(seed, 9 + 5 * seed).tolist() for seed in range(3)]
     sampling = Sampling(0.0, 1.0, 4, 12, frozenset(STOP_IDS))
-    answers = Generation(model, prompts, [12] * 3, sampling).run()
+    answers = Generation(partial(BatchedSession, model), prompts, [12] * 3, sampling).run()
     for i, prompt in enumerate(prompts):
         want = generate(reference, prompt, sampling, torch.Generator())
         assert answers.tokens[i] == want.tokens
@@ -67,7 +69,7 @@ def test_trunk_text_keeps_its_prefix_and_is_greedy_where_asked(pair):
     model, reference = pair
     prompt = random_ids(5, 1, 21)
     sampling = Sampling(0.0, 1.0, 1, 8, frozenset())
-    rows = continued(model, prompt, 29, sampling)
+    rows = continued(partial(BatchedSession, model), prompt, 29, sampling)
     want = generate(reference, prompt[0].tolist(), sampling, torch.Generator())
     assert torch.equal(rows[:, :21], prompt)
     assert rows[0, 21:].tolist() == want.tokens[:8]

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.demo_training.assemble import assemble
 from benchmarks.demo_training.card import upstream_licence
+from benchmarks.demo_training.glm_family import GLM
 from benchmarks.demo_training.measure import judge
 from benchmarks.demo_training.network import DemoModel, from_published, to_published
 from benchmarks.demo_training.phases import token_weights
@@ -41,7 +42,7 @@ def model():
 def test_weights_are_full_in_answers_and_raw_text_alone():
     sop, user, assistant, text = *(MARKERS.index(f"<{n}>") for n in ("sop", "|user|")), 8, 60
     ids = torch.tensor([[2, sop, user, text, text, assistant, text, text, user, 2, sop, text]])
-    weights = token_weights(ids, 0.25)[0].tolist()
+    weights = token_weights(ids, GLM.ids, 0.25)[0].tolist()
     assert weights == [0.25, 1, 0.25, 0.25, 0.25, 1, 1, 1, 0.25, 0.25, 1, 1]
 
 
@@ -110,8 +111,8 @@ def test_assembled_folder_is_what_the_recipe_lists(model, tmp_path):
     run.mkdir()
     pack.mkdir()
     (pack / "tokenizer.json").write_text("{}")
-    export(model, run)
-    assemble(run, pack, folder)
+    export(model, run, GLM)
+    assemble(run, pack, folder, GLM)
     config = EngineConfig(checkpoint=str(folder), device="cpu", dtype="float32", context_tokens=256)
     plan = make_plan(config)
     _, validated = open_validated(folder, resolve(plan.recipe.manifest)(plan.geometry))
