@@ -292,6 +292,7 @@ def test_the_next_attempt_goes_past_the_reader_too():
     assert passed == [(7,)]
 
 
+@pytest.mark.slow
 def test_a_stream_that_was_left_leaves_nothing_to_the_collector(make_api):
     """What lies in circles is only freed by the oldest generation, which many requests share."""
     settings = make_api().settings
@@ -321,7 +322,7 @@ def test_a_stream_that_was_left_leaves_nothing_to_the_collector(make_api):
         return ours, connection  # which holds what it was given
 
     (ours, _), _ = run(behave, scenario)
-    assert ours == set()
+    assert ours == set(), ours
 
 
 def paced(text, size, ended):
