@@ -37,7 +37,7 @@ class TransformersQwen:
         self.layers = self.config.num_hidden_layers
         self.mtp = MtpLayer(self.config)
         self.mtp.load_state_dict(_below(tensors, "mtp."))
-        self.count = self.config.indexer_budget // self.config.indexer_compress_ratio
+        self.count = int(text["indexer_budget"]) // int(text["indexer_compress_ratio"])
 
     @torch.no_grad()
     def run(self, tokens: Tensor) -> Oracle:
@@ -148,7 +148,9 @@ class MtpLayer(nn.Module):
 
 def _as_transformers(tensors: dict[str, Tensor], text: dict[str, Any]) -> dict[str, Tensor]:
     """Published names and parts -> transformers' own: one table, one tensor per expert matrix."""
-    result, shards, experts = {}, {}, {}
+    result: dict[str, Tensor] = {}
+    shards: dict[str, dict[int, Tensor]] = {}
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name, value in tensors.items():
         name = name.replace("model.language_model.", "model.", 1)
         stem, _, leaf = name.partition(".shard_")
@@ -163,11 +165,11 @@ def _as_transformers(tensors: dict[str, Tensor], text: dict[str, Any]) -> dict[s
         result[name] = value
     for stem, parts in shards.items():
         result[f"{stem}.weight"] = torch.cat([parts[number] for number in range(len(parts))])
-    for stem, parts in experts.items():
+    for stem, matrices in experts.items():
         count = range(text["num_experts"])
-        both = [torch.cat((parts[e, "gate_proj"], parts[e, "up_proj"])) for e in count]
+        both = [torch.cat((matrices[e, "gate_proj"], matrices[e, "up_proj"])) for e in count]
         result[f"{stem}.gate_up_proj"] = torch.stack(both)
-        result[f"{stem}.down_proj"] = torch.stack([parts[e, "down_proj"] for e in count])
+        result[f"{stem}.down_proj"] = torch.stack([matrices[e, "down_proj"] for e in count])
     return result
 
 

@@ -311,6 +311,7 @@ class RecipeDriver:
 
     def _tail(self, lane: Lane | None) -> Tensor:
         kept = self.store.request.tail
+        assert kept is not None, "a recipe whose history is pairs keeps a tail"
         if lane is None or lane.tail is None:
             return torch.zeros_like(kept[0])
         return lane.tail[: kept.shape[1]].to(kept.dtype)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from benchmarks.demo_training.family import FAMILIES, family_of
 from benchmarks.demo_training.generation import Generation
 from benchmarks.demo_training.heldout import answer_mask
 from benchmarks.demo_training.index_phase import scorer_loss
-from benchmarks.demo_training.phases import token_weights, trunk_optimizers
+from benchmarks.demo_training.phases import Run, token_weights, trunk_optimizers
 from benchmarks.demo_training.qwen.family import QWEN, THINK
 from benchmarks.demo_training.qwen.model import QwenModel
 from benchmarks.demo_training.qwen.published import from_published, to_published
@@ -93,7 +94,7 @@ def test_scorer_learns_where_attention_looks(model):
 def test_every_trained_parameter_is_in_one_group_of_its_kind(model):
     settings = SimpleNamespace(learning_rate=1e-3)
     run = SimpleNamespace(model=model, family=QWEN, settings=settings, device=torch.device("cpu"))
-    adam, muon = trunk_optimizers(run)
+    adam, muon = trunk_optimizers(cast(Run, run))
     names = {id(p): n for n, p in model.named_parameters()}
     groups = [[names[id(p)] for p in g["params"]] for g in (*adam.param_groups, *muon.param_groups)]
     everything = [n for group in groups for n in group]
