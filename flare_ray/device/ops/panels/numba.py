@@ -4,7 +4,8 @@ A panel holds 64 of the matrix's rows side by side, input by input: [k, 64]. One
 micro-kernel reads 64 numbers of one input, widens them, and adds their multiples to the sums of up
 to six rows, which stay in registers: 24 of 32 at 512 bits. So a matrix streams through the core
 once per six rows, one row is bound by reading it and six by arithmetic, and no sum runs across a
-register (Goto and van de Geijn, 2008, name the parts).
+register (Goto and van de Geijn, 2008, name the parts). A core of fewer registers passes a panel
+several times, with as many of its columns as its registers have room for.
 
 Checkpoints store bfloat16. A matrix whose every element is one stays one, at half the bytes, and
 is widened in registers: the arithmetic is that of a float32 product. Every output is summed input
@@ -27,6 +28,7 @@ from flare_ray.device.ops.numba import inner, matrix
 from flare_ray.device.ops.vectors.numba import (
     FLOAT,
     FLOATS,
+    HELD,
     INT16,
     INT32,
     INTS,
@@ -76,10 +78,19 @@ def _widened(builder: ir.IRBuilder, source: Any, *, narrow: bool) -> Any:
     return builder.bitcast(builder.shl(builder.zext(values, INTS), shift), FLOATS)
 
 
+def _together(rows: int) -> int:
+    """Vectors of a line whose sums for so many rows fit the registers, beside one of the panel's
+    and a spread number."""
+    parts = PANEL // LANES
+    while parts > 1 and rows * parts + 2 > HELD:
+        parts //= 2
+    return parts
+
+
 def _emit(builder: ir.IRBuilder, args: tuple[Any, ...], rows: int, *, narrow: bool) -> None:
     """out [rows, 64] = x [rows, depth] times one panel; out_stride in elements."""
     x, panel, out, depth, out_stride = args
-    parts = PANEL // LANES
+    parts = _together(rows)
 
     def row_of(address: Any, stride: Any, row: int) -> Any:
         offset = builder.mul(constant(4 * row), stride)
@@ -87,26 +98,30 @@ def _emit(builder: ir.IRBuilder, args: tuple[Any, ...], rows: int, *, narrow: bo
 
     inputs = [row_of(x, depth, row) for row in range(rows)]
     base = pointer(builder, panel, INT16 if narrow else FLOAT)
+    for first in range(0, PANEL, LANES * parts):
 
-    def add_input(step: Any, sums: list[Any]) -> list[Any]:
-        line = builder.gep(base, [builder.mul(step, constant(PANEL))])
-        columns = [
-            _widened(builder, builder.gep(line, [constant(LANES * part)]), narrow=narrow)
-            for part in range(parts)
-        ]
-        results = []
+        def add_input(step: Any, sums: list[Any], first: int = first) -> list[Any]:
+            line = builder.gep(
+                base, [builder.add(builder.mul(step, constant(PANEL)), constant(first))]
+            )
+            columns = [
+                _widened(builder, builder.gep(line, [constant(LANES * part)]), narrow=narrow)
+                for part in range(parts)
+            ]
+            results = []
+            for row in range(rows):
+                value = spread(builder, builder.load(builder.gep(inputs[row], [step])))
+                held = sums[row * parts : (row + 1) * parts]
+                pairs = zip(held, columns, strict=True)
+                results += [added_product(builder, total, value, column) for total, column in pairs]
+            return results
+
+        sums = loop(builder, depth, [zeros()] * (rows * parts), add_input)
         for row in range(rows):
-            value = spread(builder, builder.load(builder.gep(inputs[row], [step])))
-            held = sums[row * parts : (row + 1) * parts]
-            pairs = zip(held, columns, strict=True)
-            results += [added_product(builder, total, value, column) for total, column in pairs]
-        return results
-
-    sums = loop(builder, depth, [zeros()] * (rows * parts), add_input)
-    for row in range(rows):
-        target = row_of(out, out_stride, row)
-        for part in range(parts):
-            store(builder, sums[row * parts + part], target, constant(LANES * part))
+            target = row_of(out, out_stride, row)
+            for part in range(parts):
+                place = constant(first + LANES * part)
+                store(builder, sums[row * parts + part], target, place)
 
 
 def _micro_kernel(rows: int, *, narrow: bool) -> Any:

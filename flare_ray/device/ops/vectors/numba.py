@@ -7,9 +7,11 @@ have 256 bits.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
@@ -20,6 +22,19 @@ from flare_ray.device.ops.numba import inner_ordered
 LANES = 16
 FLOAT, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, SHORTS, INTS = (ir.VectorType(kind, LANES) for kind in (FLOAT, INT16, INT32))
+
+
+def _held_vectors() -> int:
+    """Vectors of `LANES` floats that this core's registers hold together."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return 8
+    features = llvmlite.binding.get_host_cpu_features()
+    return 32 if features.get("avx512f") else 8 if features.get("avx2") else 4
+
+
+HELD = _held_vectors()
+"""What a loop carries beyond this goes to memory and back in every pass: with 16 registers of 256
+bits, sums made for 32 of 512 bits cost three times the arithmetic."""
 FUSED = ("contract",)
 """One fused multiply-add where the core has it."""
 
