@@ -295,6 +295,12 @@ class Fetch:
             file_okay=False,
         ),
     ] = None
+    drafter: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a drafter trained for a packaged model, joined to it.", file_okay=False
+        ),
+    ] = None
     revision: Annotated[str, typer.Option(help="Commit, tag or branch.")] = "main"
     verify: Annotated[
         bool, typer.Option("--verify", help="Only verify a fetched folder again, without the hub.")
@@ -315,6 +321,8 @@ class Fetch:
             raise ConfigError(f"{what}: give the checkpoint's folder with --out")
         if source is not None and self.revision != packaged.REVISION:
             raise ConfigError(f"{what}: a packaged model has no revisions; leave --revision out")
+        if self.drafter is not None and (source is None or self.verify or self.wait_s is not None):
+            raise ConfigError("--drafter is for making a packaged model: leave it out here")
         where = self.out or packaged.cached(what)
         if self.wait_s is not None:
             limit_s = self.wait_s
@@ -322,7 +330,7 @@ class Fetch:
         elif self.verify:
             fetch.verify(what, where, revision=self.revision, say=typer.echo)
         elif source is not None:
-            packaged.fetch(what, where, source, say=typer.echo)
+            packaged.fetch(what, where, source, say=typer.echo, drafter=self.drafter)
         else:
             fetch.fetch(what, where, revision=self.revision, say=typer.echo)
         return 0

