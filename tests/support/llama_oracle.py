@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from tests.support.recipe_oracle import Oracle
 
+NEVER = -1e5
+"""Logit of a token that the drafter does not know."""
+
 
 class TransformersLlama:
     """Target and MTP layer of a checkpoint, by transformers' modules."""
@@ -32,6 +35,9 @@ class TransformersLlama:
         if config["tie_word_embeddings"]:
             target["lm_head.weight"] = target["model.embed_tokens.weight"]
         self.model.load_state_dict(target)
+        drafted = tensors.pop(f"{own}shared_head.tokens", None)
+        self.outside = torch.ones(config["vocab_size"], dtype=torch.bool)
+        self.outside[slice(None) if drafted is None else drafted] = False
         self.mtp = MtpLayer(self.config).eval()
         self.mtp.load_state_dict(
             {n.removeprefix(own): value for n, value in tensors.items() if n.startswith(own)}
@@ -61,7 +67,8 @@ class TransformersLlama:
         """Logits [T, V] and states [T, H] of the pairs (hidden[i], tokens[i]) at position i."""
         text = self.model.model
         states = self.mtp(text.embed_tokens(tokens), hidden, text.rotary_emb)
-        return self.model.lm_head(states), states
+        logits = self.model.lm_head(states)
+        return logits.masked_fill(self.outside, NEVER), states
 
 
 class MtpLayer(nn.Module):

@@ -31,7 +31,8 @@ _COMMON: dict[str, Any] = {
 
 
 def _odd() -> dict[str, Any]:
-    """Three key heads, which two and four ranks pad; head and embedding are one."""
+    """Three key heads, which two and four ranks pad; head and embedding are one; the drafter knows
+    some tokens only."""
     return {
         **_COMMON,
         "vocab_size": 160,
@@ -42,6 +43,7 @@ def _odd() -> dict[str, Any]:
         "num_key_value_heads": 3,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
+        "draft_vocab_size": 48,
     }
 
 
@@ -69,6 +71,8 @@ def _scaled() -> dict[str, Any]:
 
 
 TEXTS = {"llama-odd": _odd, "llama-scaled": _scaled}
+UNDRAFTED = {"num_nextn_predict_layers": 0, "draft_vocab_size": 0}
+"""Settings of a checkpoint without a drafter."""
 SEED = 6
 
 
@@ -91,6 +95,8 @@ def draw(spec: TensorSpec) -> Tensor:
     """A tensor from a stream of its own: norms about one, matrices that keep a row's size, and an
     embedding so small that as a head it gives logits which penalties can turn."""
     generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()) ^ SEED)
+    if spec.integer:  # the drafter's tokens
+        return torch.randperm(2 * spec.shape[0], generator=generator)[: spec.shape[0]].sort().values
     values = torch.randn(spec.shape, generator=generator)
     if len(spec.shape) == 1:
         return 1 + 0.2 * values

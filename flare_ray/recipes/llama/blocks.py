@@ -19,18 +19,22 @@ from flare_ray.device.layers.dense_attention import (
 )
 from flare_ray.device.layers.feed_forward import DenseFeedForward, FeedForward
 from flare_ray.device.layers.rows import Span, dense_rows
+from flare_ray.device.ops.ahead.api import shapes_alone
 from flare_ray.device.ops.linear.api import Linear
 from flare_ray.device.ops.rmsnorm.api import RmsNorm
 from flare_ray.device.ops.rotary.api import Rotary
 from flare_ray.device.weights.loader import Split
+from flare_ray.errors import CheckpointError
 from flare_ray.recipes.declaration import COLUMNS, ROWS, Communicator
 from flare_ray.recipes.llama.geometry import Geometry
 from flare_ray.recipes.llama.state import rank_kv_heads
-from flare_ray.recipes.llama.weights import EMBEDDING, HEAD
+from flare_ray.recipes.llama.weights import DRAFT_TOKENS, EMBEDDING, HEAD
 from flare_ray.recipes.reading import RankReader
 
 NO_LIMIT = float("inf")
 """The activation's inputs are not bounded here."""
+NEVER = -1e5
+"""Logit of what is not drafted: nothing is left of it at any temperature, and it stays a number."""
 
 
 class Reader(RankReader[Geometry]):
@@ -67,6 +71,46 @@ def vocabulary_head(reader: Reader) -> Linear:
         return Linear(embedding.chunk(reader.comm.size)[reader.comm.rank])
 
     return reader.weights.once(f"linear {HEAD}", rows)
+
+
+class DraftHead:
+    """The target's head over the tokens that the drafter may propose.
+
+    Reading the whole head for every draft is most of a small drafter's work, while few tokens make
+    up most of a text. A token outside is never drafted, which is lawful: its q is zero.
+
+    Args:
+        reader: of the checkpoint.
+        prefix: of the drafter's layer, ends in a dot.
+    Raises:
+        CheckpointError: the tokens are not ascending ids of the vocabulary.
+    """
+
+    def __init__(self, reader: Reader, prefix: str) -> None:
+        self._comm, self._size = reader.comm, reader.geometry.vocab_size
+        self._tokens: Tensor | None = None
+        if not reader.geometry.draft_vocab_size:
+            self._rows = vocabulary_head(reader)
+            return
+        self._tokens = tokens = reader.whole(f"{prefix}{DRAFT_TOKENS}", dtype=torch.int64)
+        if not shapes_alone(tokens.device):
+            ids = tokens.tolist()
+            if ids[0] < 0 or ids[-1] >= self._size or ids != sorted(set(ids)):
+                raise CheckpointError(
+                    f"{prefix}{DRAFT_TOKENS} must hold ascending ids below {self._size}"
+                )
+        own = tokens.chunk(reader.comm.size)[reader.comm.rank]
+        tied = reader.geometry.tied
+        head = reader.weights.shared(EMBEDDING) if tied else reader.whole(HEAD)
+        self._rows = Linear(head.index_select(0, own))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """States [B, H] to logits [B, V] float32."""
+        logits = self._comm.all_gather(self._rows(hidden)).to(torch.float32)
+        if self._tokens is None:
+            return logits
+        everything = logits.new_full((logits.shape[0], self._size), NEVER)
+        return everything.index_copy_(1, self._tokens, logits)
 
 
 @dataclass(slots=True)

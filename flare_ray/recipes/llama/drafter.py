@@ -26,7 +26,7 @@ from flare_ray.recipes.declaration import (
     DraftSink,
     ProposalStart,
 )
-from flare_ray.recipes.llama.blocks import Reader, layer, placed, rotary, vocabulary_head
+from flare_ray.recipes.llama.blocks import DraftHead, Reader, layer, placed, rotary
 from flare_ray.recipes.llama.geometry import Geometry
 from flare_ray.recipes.llama.recipe import RECIPE
 from flare_ray.recipes.llama.state import check_divisible, group_name
@@ -59,7 +59,6 @@ class LlamaDrafter:
     def __init__(self, reader: Reader) -> None:
         number = reader.geometry.num_layers
         prefix = reader.geometry.layer_prefix(number)
-        self._comm = reader.comm
         self._embedding = reader.weights.shared(EMBEDDING)
         self._embedding_norm = reader.norm(f"{prefix}enorm")
         self._hidden_norm = reader.norm(f"{prefix}hnorm")
@@ -67,7 +66,7 @@ class LlamaDrafter:
         self._rotary = rotary(reader)
         self._layer = layer(reader, prefix)
         self._norm = reader.norm(f"{prefix}shared_head.norm")
-        self._head = vocabulary_head(reader)
+        self._head = DraftHead(reader, prefix)
         self._groups = tuple(group_name(number, name) for name in ("keys", "values"))
 
     def absorb(self, rows: AbsorbRows, state: Mapping[str, Tensor]) -> None:
@@ -90,8 +89,7 @@ class LlamaDrafter:
             return
         for step in range(start.depth):
             hidden = self._norm(self._layer(self._joined(token, hidden), steps[step], own))
-            logits = self._comm.all_gather(self._head(hidden)).to(torch.float32)
-            token = sink.draw(step, logits)
+            token = sink.draw(step, self._head(hidden))
 
     def _joined(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """[R, H] rows of the layer's residual stream, from tokens [R] and states [R, H]."""

@@ -69,6 +69,7 @@ class Geometry:
 
     Attributes:
         num_drafter_layers: MTP layers, numbered after the target's.
+        draft_vocab_size: tokens that the drafter may propose, 0 = all.
         eos_ids: terminal token ids of config.json.
         tied: the vocabulary head is the embedding.
     """
@@ -77,6 +78,7 @@ class Geometry:
     hidden: int
     num_layers: int
     num_drafter_layers: int
+    draft_vocab_size: int
     max_context_tokens: int
     eos_ids: tuple[int, ...]
     norm_eps: float
@@ -104,6 +106,7 @@ def read_geometry(config: Mapping[str, Any]) -> Geometry:
         hidden=text.integer("hidden_size"),
         num_layers=text.integer("num_hidden_layers"),
         num_drafter_layers=text.integer("num_nextn_predict_layers", default=0, least=0),
+        draft_vocab_size=text.integer("draft_vocab_size", default=0, least=0),
         max_context_tokens=text.integer("max_position_embeddings"),
         eos_ids=text.token_ids("eos_token_id", fallback=None),
         norm_eps=text.real("rms_norm_eps"),
@@ -169,6 +172,10 @@ def _check_relations(text: Fields, geometry: Geometry) -> None:
     text.require(attention.head_dim % 2 == 0, "head_dim", "an even number of channels")
     text.require(
         geometry.num_drafter_layers in (0, 1), "num_nextn_predict_layers", "0 or 1 drafter layer"
+    )
+    most = geometry.vocab_size if geometry.num_drafter_layers else 0
+    text.require(
+        geometry.draft_vocab_size <= most, "draft_vocab_size", f"at most {most} tokens of a drafter"
     )
     text.require(
         bool(geometry.eos_ids) and max(geometry.eos_ids) < geometry.vocab_size,

@@ -20,6 +20,8 @@ def check_divisible(geometry: Geometry, world_size: int) -> None:
         ConfigError: names every such size.
     """
     sizes = {"intermediate_size": geometry.width, "vocab_size": geometry.vocab_size}
+    if geometry.draft_vocab_size:
+        sizes["draft_vocab_size"] = geometry.draft_vocab_size
     check_shared(sizes, world_size)
 
 

@@ -14,6 +14,8 @@ from flare_ray.recipes.llama.geometry import Geometry
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
+DRAFT_TOKENS = "shared_head.tokens"
+"""Behind the drafter's prefix: ids that it may propose, ascending."""
 
 
 def manifest(geometry: Geometry) -> list[TensorSpec]:
@@ -41,6 +43,9 @@ def _drafter(geometry: Geometry, prefix: str) -> Iterator[TensorSpec]:
     yield TensorSpec(f"{prefix}eh_proj.weight", (hidden, 2 * hidden), "drafter", quantisable=True)
     yield from _layer(geometry, prefix, "drafter")
     yield TensorSpec(f"{prefix}shared_head.norm.weight", (hidden,), "drafter")
+    if geometry.draft_vocab_size:
+        shape = (geometry.draft_vocab_size,)
+        yield TensorSpec(f"{prefix}{DRAFT_TOKENS}", shape, "drafter", integer=True)
 
 
 def _layer(geometry: Geometry, prefix: str, family: Family) -> Iterator[TensorSpec]:

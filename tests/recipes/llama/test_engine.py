@@ -6,13 +6,13 @@ import pytest
 
 from tests.recipes.test_copied_drafts import ARMS, BUDGET, answers
 from tests.support.engine_machine import DRAFTS, Engine
-from tests.support.llama_tiny import write_checkpoint
+from tests.support.llama_tiny import UNDRAFTED, write_checkpoint
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory) -> Engine:
     folder = tmp_path_factory.mktemp("undrafted")
-    write_checkpoint(folder, "llama-odd", num_nextn_predict_layers=0)
+    write_checkpoint(folder, "llama-odd", **UNDRAFTED)
     return Engine(folder, speculation={"learned_drafts": False, "request_drafts": True})
 
 

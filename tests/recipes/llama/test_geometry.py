@@ -11,7 +11,7 @@ from flare_ray.config import EngineConfig
 from flare_ray.device.prepare import make_plan
 from flare_ray.errors import CheckpointError, ConfigError
 from flare_ray.recipes.llama.geometry import read_geometry
-from tests.support.llama_tiny import TEXTS, write_checkpoint
+from tests.support.llama_tiny import TEXTS, UNDRAFTED, write_checkpoint
 
 SMALL = {"context_tokens": 256, "prefill_tokens": 64}
 
@@ -60,6 +60,8 @@ def test_scaled_frequencies_equal_transformers(spelling):
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type: got 'linear'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor: missing"),
         ({"num_nextn_predict_layers": 2}, "0 or 1 drafter layer"),
+        ({"draft_vocab_size": 161}, "draft_vocab_size: got 161, expected at most 160"),
+        ({"num_nextn_predict_layers": 0}, "draft_vocab_size: got 48, expected at most 0"),
         ({"eos_token_id": 160}, "ids below vocab_size 160"),
         ({"head_dim": 7}, "head_dim: got 7, expected an even number"),
     ],
@@ -70,7 +72,7 @@ def test_what_is_not_computed_is_refused_by_name(settings, told):
 
 
 def test_without_a_drafter_ordinary_rounds_are_planned_and_others_refused(tmp_path):
-    folder = write_checkpoint(tmp_path, "llama-odd", num_nextn_predict_layers=0)
+    folder = write_checkpoint(tmp_path, "llama-odd", **UNDRAFTED)
     assert "model.layers.3" not in json.dumps(sorted(_names(folder)))
     settings = {"checkpoint": str(folder), "device": "cpu", "dtype": "float32"} | SMALL
     plan = make_plan(EngineConfig(**settings, speculation={"families": "ordinary"}))
@@ -92,7 +94,8 @@ def test_plan_counts_the_padded_heads(tmp_path, ranks, heads):
     layer = attention + 3 * width // ranks * hidden + 2 * hidden
     floats = vocabulary * hidden + layers * layer + hidden
     floats += hidden * (2 * hidden) + 3 * hidden  # what the drafter's layer adds
-    assert budget.weights_bytes == 4 * floats
+    tokens = 48  # that the drafter may propose
+    assert budget.weights_bytes == 4 * floats + 8 * tokens
 
 
 def _names(folder):
