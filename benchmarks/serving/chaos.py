@@ -4,7 +4,8 @@ Clients stream and wait for whole answers while one process at a time, chosen at
 SIGKILL. Every request must end complete or with one clear error: an error status, an error event
 that ends its stream, or a broken connection. A 200 that stops without its end, or an answer that
 never comes, is neither. Recovery is the time from the kill to the end of the first short request
-that was sent after it. At the end nothing may be held: page, process, port or shared memory.
+that was sent after it. At the end nothing may be held: page, process, port, socket or shared
+memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from benchmarks.serving.service import (
 from benchmarks.serving.soak import held_pages, live_requests, wait_until_idle
 from benchmarks.serving.workload import PROMPTS, Prompt, load_prompts
 from benchmarks.support.results import Bound, conclude
+from flare_ray.actors.listener import ADDRESS_PREFIX
 
 RESULT = "chaos"
 OFFICIAL_MINUTES = 10.0
@@ -52,6 +54,7 @@ GIVE_UP_S = 180.0
 ROLES = {"rank": "RankActor", "engine": ":Engine", "ingress": ":Ingress"}
 """What a victim's process title contains, by kind."""
 SHARED = "/dev/shm/"
+SOCKETS = Path("/proc/net/unix")
 SEED = 4
 BOUNDS = (
     Bound(metric="unclear_ends", operator="==", value=0),
@@ -59,15 +62,22 @@ BOUNDS = (
     Bound(metric="pages_held_at_end", operator="==", value=0),
     Bound(metric="requests_left_at_end", operator="==", value=0),
     Bound(metric="shared_memory_left", operator="==", value=0),
+    Bound(metric="sockets_left", operator="==", value=0),
 )
 
 
 @dataclass(slots=True)
 class Kills:
-    """Recovery times by kind of victim, and shared memory that any victim's service has used."""
+    """Recovery times by kind of victim, and what the service was seen to use before each kill.
+
+    Attributes:
+        shared: files in shared memory.
+        sockets: addresses at which ranks and engines met.
+    """
 
     recoveries_s: dict[str, list[float]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
+    sockets: set[str] = field(default_factory=set)
 
     @property
     def all_s(self) -> list[float]:
@@ -116,6 +126,7 @@ class Killer:
         for process in tree_of(self._service.pid):
             with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
                 self.kills.shared.update(shared_files(process.pid))
+                self.kills.sockets.update(rank_sockets(process))
                 if ROLES[kind] in process_label(process.cmdline()):
                     found.append(process.pid)
         if not found:
@@ -140,6 +151,18 @@ def shared_files(pid: int) -> set[str]:
     """Files in shared memory that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     return {line[line.index(SHARED) :].split()[0] for line in lines if SHARED in line}
+
+
+def rank_sockets(process: psutil.Process) -> set[str]:
+    """Addresses at which ranks and engines meet that a process has open."""
+    names = {str(found.laddr) for found in process.net_connections("unix")}
+    return {name for name in names if name.startswith(ADDRESS_PREFIX)}
+
+
+def open_sockets() -> set[str]:
+    """Every address of a Unix socket on this machine."""
+    lines = SOCKETS.read_text(encoding="utf-8", errors="replace").splitlines()
+    return {line.split()[-1] for line in lines}
 
 
 async def storm(clients: Clients, killer: Killer, minutes: float) -> None:
@@ -167,6 +190,8 @@ def chaos_metrics(
         "unclear_ends": sum(count for name, count in ends.items() if name not in CLEAR),
         "recovery_s_max": max(kills.all_s, default=0.0),
         **held,
+        "shared_memory_seen": len(kills.shared),
+        "sockets_seen": len(kills.sockets),
         "requests": table,
         "kills": {kind: len(seconds) for kind, seconds in kills.recoveries_s.items()},
         "recovery_s": {
@@ -193,15 +218,16 @@ def run(
             last = wait_until_idle(service)
         # Every process of the service has been waited for.
         require_free_port(*target.address)
-    left = sum(Path(path).exists() for path in killer.kills.shared)
+    kills = killer.kills
     held = {
         "pages_held_at_end": held_pages(last),
         "requests_left_at_end": live_requests(last),
-        "shared_memory_left": left,
+        "shared_memory_left": sum(Path(path).exists() for path in kills.shared),
+        "sockets_left": len(kills.sockets & open_sockets()),
     }
     for note in clients.noted:
         console.print(note, highlight=False, markup=False)
-    return chaos_metrics(clients.ends, killer.kills, held)
+    return chaos_metrics(clients.ends, kills, held)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

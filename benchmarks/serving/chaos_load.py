@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.serving.workload import Prompt
+from benchmarks.serving.workload import CHAT_PATH, Prompt
 
 CLEAR = ("complete", "error_status", "proxy_status", "error_event", "connection")
 END_NAMES = (*CLEAR, "truncated", "silent")
@@ -31,6 +31,14 @@ REQUEST_LIMIT_S = 150.0
 OUTPUT_TOKENS = (4, 400)
 """Long enough that some request is always in the middle of its answer."""
 WHOLE_RATIO = 0.3
+SCHEMA_RATIO = 0.15
+"""Of conversations without tools: their masks travel to the ranks in shared memory."""
+SCHEMA = {
+    "type": "object",
+    "properties": {"numbers": {"type": "array", "items": {"type": "integer"}, "minItems": 40}},
+    "required": ["numbers"],
+    "additionalProperties": False,
+}
 PAUSE_S = 0.3
 MAX_NOTED = 20
 DATA = "data: "
@@ -70,7 +78,11 @@ class Clients:
     async def _one(self) -> tuple[str, str]:
         prompt = self._random.choice(self._prompts)
         body = prompt.body(self._model, self._random.randint(*OUTPUT_TOKENS))
-        body |= {"ignore_eos": True}
+        if prompt.path == CHAT_PATH and not prompt.tools and self._random.random() < SCHEMA_RATIO:
+            schema = {"name": "numbers", "schema": SCHEMA, "strict": True}
+            body |= {"response_format": {"type": "json_schema", "json_schema": schema}}
+        else:
+            body |= {"ignore_eos": True}
         whole = self._random.random() < WHOLE_RATIO
         if whole:
             body = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}

@@ -1,15 +1,15 @@
-"""Where the ranks of one engine meet its controller: private folder, greeting, last words.
+"""Where the ranks of one engine meet its controller: address, greeting, last words.
 
 Owns the life of the sockets until `channel.SocketChannel` has them; nothing here runs per round.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-import shutil
+import secrets
 import socket
 import struct
-import tempfile
 import time
 from dataclasses import dataclass
 
@@ -23,10 +23,12 @@ from flare_ray.actors.wire import (
     decode_hello,
     encode_hello,
 )
-from flare_ray.errors import ConfigError, RankFailure
+from flare_ray.errors import RankFailure
 
-MAX_SOCKET_PATH_BYTES = 107
-"""sockaddr_un holds 108 bytes with the terminating zero."""
+logger = logging.getLogger("ray.serve.flare")
+
+ADDRESS_PREFIX = "@flare-"
+ADDRESS_BYTES = 16
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -62,26 +64,21 @@ class RankLink:
 
 
 class RankListener:
-    """Where the ranks of one engine connect; gone from the file system once all have.
+    """Where the ranks of one engine connect; closed once all have.
 
-    The folder is private (mode 0700) and each peer must run as the same user.
+    The address is a name in Linux's abstract space, not a file: an engine that is killed while it
+    starts leaves nothing. Such a name has no mode, so each peer must run as the same user.
 
-    Raises:
-        ConfigError: the temporary folder's path is too long for a socket address.
+    Attributes:
+        address: "@" and a name nobody can guess, as the kernel's own tables show it.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._folder = tempfile.mkdtemp(prefix="flare-")
-        self.path = os.path.join(self._folder, "ranks")
+        self.address = ADDRESS_PREFIX + secrets.token_hex(ADDRESS_BYTES)
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            if len(os.fsencode(self.path)) > MAX_SOCKET_PATH_BYTES:
-                raise ConfigError(
-                    f"the socket path {self.path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; "
-                    "set TMPDIR to a shorter folder"
-                )
-            self._sock.bind(self.path)
+            self._sock.bind(_abstract(self.address))
             self._sock.listen(world_size)
         except BaseException:
             self.close()
@@ -119,9 +116,8 @@ class RankListener:
         return [links[rank] for rank in sorted(links)]
 
     def close(self) -> None:
-        """Stop listening and remove the folder; idempotent."""
+        """Stop listening; idempotent."""
         self._sock.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _missing(self, links: dict[int, RankLink]) -> list[int]:
         return [rank for rank in range(self.world_size) if rank not in links]
@@ -129,8 +125,7 @@ class RankListener:
     def _greet(self, deadline: float, *, missing: list[int]) -> RankLink:
         sock = None
         try:
-            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
-            sock, _ = self._sock.accept()
+            sock = self._accept_own(deadline)
             sock.settimeout(max(deadline - time.monotonic(), 0.001))
             message, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1)
             hello = decode_hello(message)
@@ -144,33 +139,49 @@ class RankListener:
             ) from error
         sock.setblocking(False)
         link = RankLink(hello.rank, hello.pid, sock, fds[0] if fds else -1)
-        _, uid, _ = _CREDENTIALS.unpack(
-            sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        )
-        problem = ""
-        if uid != os.getuid():
-            problem = f"user {uid} connected, expected {os.getuid()}"
-        elif hello.world_size != self.world_size or not 0 <= hello.rank < self.world_size:
-            problem = (
-                f"rank {hello.rank} of {hello.world_size} connected to an engine of "
-                f"{self.world_size} ranks"
-            )
-        if problem:
+        if hello.world_size != self.world_size or not 0 <= hello.rank < self.world_size:
             link.close()
-            raise RankFailure(problem, rank=hello.rank, round_id=-1)
+            raise RankFailure(
+                f"rank {hello.rank} of {hello.world_size} connected to an engine of "
+                f"{self.world_size} ranks",
+                rank=hello.rank,
+                round_id=-1,
+            )
         return link
 
+    def _accept_own(self, deadline: float) -> socket.socket:
+        """The next connection of this user; others are turned away and cannot end the start."""
+        while True:
+            self._sock.settimeout(max(deadline - time.monotonic(), 0.001))
+            sock, _ = self._sock.accept()
+            user = user_of(sock)
+            if user == os.getuid():
+                return sock
+            logger.warning("user %d connected as a rank of user %d: refused", user, os.getuid())
+            sock.close()
 
-def connect(path: str, hello: RankHello, *, words_fd: int, timeout_s: float) -> socket.socket:
+
+def user_of(sock: socket.socket) -> int:
+    """Whose process is at the other end, as the kernel says."""
+    size = _CREDENTIALS.size
+    _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(user)
+
+
+def _abstract(address: str) -> str:
+    return "\0" + address.removeprefix("@")
+
+
+def connect(address: str, hello: RankHello, *, words_fd: int, timeout_s: float) -> socket.socket:
     """A rank's blocking socket to its engine, greeted; the engine keeps a copy of `words_fd`.
 
     Raises:
-        OSError: nobody listens at `path`.
+        OSError: nobody listens at `address`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         sock.settimeout(timeout_s)
-        sock.connect(path)
+        sock.connect(_abstract(address))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         socket.send_fds(sock, [encode_hello(hello)], [words_fd])
         sock.settimeout(None)

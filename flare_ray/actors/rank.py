@@ -48,7 +48,7 @@ class RankStart:
     """What a rank is told in phase two.
 
     Attributes:
-        socket_path: where the engine listens.
+        address: where the engine listens.
         rendezvous: host and port at which the ranks of this engine meet.
         prepare: how to build the executor; `prepare_on_device` outside tests of the actors alone.
     """
@@ -56,7 +56,7 @@ class RankStart:
     config: EngineConfig
     rank: int
     world_size: int
-    socket_path: str
+    address: str
     rendezvous: tuple[str, int]
     prepare: PrepareRank
 
@@ -136,7 +136,7 @@ class RankActor:
         try:
             hello = RankHello(start.rank, start.world_size, os.getpid())
             sock = connect_to_engine(
-                start.socket_path, hello, words_fd=self._words.fd, timeout_s=CONNECT_LIMIT_S
+                start.address, hello, words_fd=self._words.fd, timeout_s=CONNECT_LIMIT_S
             )
             # From here on the engine's end, in whatever way, is this process's end.
             HangUpWatch(sock)

@@ -133,7 +133,7 @@ def start_ranks(config: DeploymentConfig, group: PlacementGroup, prepare: Prepar
                     config=config.engine,
                     rank=rank,
                     world_size=world_size,
-                    socket_path=listener.path,
+                    address=listener.address,
                     rendezvous=rendezvous,
                     prepare=prepare,
                 )

@@ -4,8 +4,10 @@ import asyncio
 import os
 import threading
 import time
+from pathlib import Path
 
 from flare_ray.actors.directory import EngineDirectory
+from flare_ray.actors.listener import ADDRESS_PREFIX
 from flare_ray.actors.stream_receiver import StreamReceiver
 from flare_ray.contracts.messages import Delta, Failed, Finished
 
@@ -92,3 +94,10 @@ def wait_until(condition, *, timeout_s: float, what: str) -> float:
 def shared_memory_files() -> set[str]:
     """Names in the shared-memory folder that are not Ray's own."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("plasma")}
+
+
+def rank_addresses() -> set[str]:
+    """Addresses of this machine at which ranks and engines meet, as the kernel lists them."""
+    lines = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = {line.split()[-1] for line in lines}
+    return {name for name in names if name.startswith(ADDRESS_PREFIX)}

@@ -6,19 +6,19 @@ import signal
 import time
 
 import msgspec
+import psutil
 import pytest
 import ray
 
 from flare_ray.actors.directory import EngineDirectory, EngineRecord
 from flare_ray.actors.inprocess import start_inprocess
 from flare_ray.actors.launch import launch_engine
-from flare_ray.actors.listener import RankListener
 from flare_ray.actors.placement import preflight
 from flare_ray.contracts.messages import Admitted, Failed, Finished
 from flare_ray.errors import CapacityError, CheckpointError, ConfigError
 from flare_ray.frontend.router import EngineFinder
 from tests.actors.conftest import CPUS
-from tests.actors.ray_support import Listener, is_alive, wait_until
+from tests.actors.ray_support import Listener, is_alive, rank_addresses, wait_until
 from tests.actors.test_core import Consumer
 from tests.support.scripted_engine import (
     MAX_CONTEXT,
@@ -245,11 +245,13 @@ def test_absent_weights_fail_the_start_at_once(launch, tmp_path):
     assert time.monotonic() - start < 2.0
 
 
-def test_no_socket_folder_is_left(launch, checkpoint):
-    listener = RankListener(1)
-    folder = os.path.dirname(os.path.dirname(listener.path))
-    listener.close()
-    before = {name for name in os.listdir(folder) if name.startswith("flare-")}
-    launch(scripted_deployment(checkpoint)).close()
-    after = {name for name in os.listdir(folder) if name.startswith("flare-")}
-    assert after <= before
+def test_no_socket_is_left(launch, checkpoint):
+    engine = launch(scripted_deployment(checkpoint))
+    pid = ray.get(engine.actor.__ray_call__.remote(lambda self: os.getpid()))
+    own = {found.laddr for found in psutil.Process(pid).net_connections("unix")}
+    own &= rank_addresses()
+    assert len(own) == 1
+    engine.close()
+    wait_until(
+        lambda: not own & rank_addresses(), timeout_s=RELEASE_LIMIT_S, what="sockets are gone"
+    )

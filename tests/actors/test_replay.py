@@ -87,7 +87,7 @@ def test_replay_on_threads_gives_equal_records(recorded, checkpoint, world_size)
 def test_replay_on_two_processes_gives_equal_records(recorded, checkpoint, free_port):
     config = scripted_config(checkpoint, tensor_parallel_size=2)
     listener, port = RankListener(2), free_port()
-    processes = [start_scripted_rank(config, listener.path, rank, port) for rank in range(2)]
+    processes = [start_scripted_rank(config, listener.address, rank, port) for rank in range(2)]
     channel = SocketChannel(listener.accept(timeout_s=ROUND_LIMIT_S), ROUND_LIMIT_S)
     try:
         assert replay(channel, recorded.plans) == expected_of(recorded)

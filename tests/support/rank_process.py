@@ -1,6 +1,6 @@
 """One rank as an operating-system process, without Ray: `python -m tests.support.rank_process`.
 
-Arguments: socket path, rank, world size, seconds per round, behaviour. Behaviours:
+Arguments: address, rank, world size, seconds per round, behaviour. Behaviours:
     serve    answer every plan
     die:N    SIGKILL itself when it reads the plan of round N
     abort:N  abort() there, as a failed assertion in native code would
@@ -51,14 +51,14 @@ class MisbehavingExecutor(StandInExecutor):
 
 
 def main() -> None:
-    path, rank, world_size, round_s, behaviour = sys.argv[1:]
+    address, rank, world_size, round_s, behaviour = sys.argv[1:]
     executor = MisbehavingExecutor(make_manifest(), rank=int(rank), round_s=float(round_s))
     executor.behaviour, _, at_round = behaviour.partition(":")
     executor.at_round = int(at_round or -1)
     words = LastWords()
     words.catch_fatal_signals()
     hello = RankHello(int(rank), int(world_size), os.getpid())
-    sock = connect(path, hello, words_fd=words.fd, timeout_s=5.0)
+    sock = connect(address, hello, words_fd=words.fd, timeout_s=5.0)
     HangUpWatch(sock)
     try:
         serve_rank(sock, executor, rank=int(rank))
@@ -68,10 +68,10 @@ def main() -> None:
 
 
 def start_rank(
-    path: str, rank: int, world_size: int, *, behaviour: str = "serve", round_s: float = 0.0
+    address: str, rank: int, world_size: int, *, behaviour: str = "serve", round_s: float = 0.0
 ) -> subprocess.Popen[bytes]:
     """Start one; the caller waits for or kills it."""
-    arguments = [path, str(rank), str(world_size), str(round_s), behaviour]
+    arguments = [address, str(rank), str(world_size), str(round_s), behaviour]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.rank_process", *arguments],
         stderr=subprocess.DEVNULL,

@@ -16,29 +16,29 @@ from flare_ray.config import EngineConfig
 
 
 def main() -> None:
-    text, path, rank, port = sys.argv[1:]
+    text, address, rank, port = sys.argv[1:]
     config = EngineConfig.model_validate_json(text)
     start = RankStart(
         config=config,
         rank=int(rank),
         world_size=config.tensor_parallel_size,
-        socket_path=path,
+        address=address,
         rendezvous=("127.0.0.1", int(port)),
         prepare=prepare_on_device,
     )
     words = LastWords()
     hello = RankHello(start.rank, start.world_size, os.getpid())
-    sock = connect(path, hello, words_fd=words.fd, timeout_s=5.0)
+    sock = connect(address, hello, words_fd=words.fd, timeout_s=5.0)
     HangUpWatch(sock)
     serve_rank(sock, start.prepare(start), rank=start.rank)
     os._exit(0)
 
 
 def start_scripted_rank(
-    config: EngineConfig, path: str, rank: int, port: int
+    config: EngineConfig, address: str, rank: int, port: int
 ) -> subprocess.Popen[bytes]:
     """Start one; the caller waits for or kills it."""
-    arguments = [config.model_dump_json(), path, str(rank), str(port)]
+    arguments = [config.model_dump_json(), address, str(rank), str(port)]
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.scripted_rank_process", *arguments]
     )

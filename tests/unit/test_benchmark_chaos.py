@@ -59,7 +59,7 @@ def test_plain_text_that_a_replica_wrote_itself_is_no_clear_end():
     ("ends", "unclear"), [({"complete": 9, "connection": 2}, 0), ({"complete": 9, "silent": 1}, 1)]
 )
 def test_unclear_ends_miss_the_target(ends, unclear):
-    held = {"pages_held_at_end": 0, "requests_left_at_end": 0, "shared_memory_left": 0}
+    held = {bound.metric: 0 for bound in BOUNDS[2:]}
     kills = Kills({"rank": [3.0, 9.5], "ingress": [2.0]})
     metrics = chaos_metrics(Counter(ends), kills, held)
     assert metrics["unclear_ends"] == unclear
@@ -75,4 +75,5 @@ def test_a_short_storm_has_only_clear_ends(free_port):
     assert metrics["unclear_ends"] == 0
     assert metrics["kills"]
     assert metrics["requests"]["complete"] > 0
-    assert metrics["pages_held_at_end"] == metrics["shared_memory_left"] == 0
+    assert [metrics[bound.metric] for bound in BOUNDS[2:]] == [0] * len(BOUNDS[2:])
+    assert metrics["sockets_seen"] > 0
