@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from flare_ray.config import DeploymentConfig, EngineConfig
+from flare_ray.config.live import LiveSettings
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.device.capacity import HEADROOM_RATIO
 from flare_ray.device.graphs.pool import SMALLEST_BYTES, PoolSizes, row_bytes
@@ -62,6 +63,7 @@ SCRATCH_CONCURRENCY = 16
 SCRATCH_DRAFTS = 7
 
 WIDE_LINES = 110
+LIVE = "user_config"
 
 
 def main() -> None:
@@ -137,8 +139,10 @@ def _is_needed(schema: dict[str, Any]) -> bool:
 
 
 def _config_schema(section: str, omitted: list[str], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Schema of a section of `DeploymentConfig`; its nested models become definitions."""
-    model = DeploymentConfig.model_fields[section].annotation
+    """Schema of a section of `DeploymentConfig`, or of the live settings; its nested models become
+    definitions."""
+    live = section == LIVE
+    model = LiveSettings if live else DeploymentConfig.model_fields[section].annotation
     schema = model.model_json_schema()
     for name, definition in schema.pop("$defs", {}).items():
         definitions[name] = _without_defaults(definition)

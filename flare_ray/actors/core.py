@@ -19,6 +19,7 @@ import msgspec
 
 from flare_ray.actors.wire import check_message_bounds
 from flare_ray.config import EngineConfig
+from flare_ray.config.live import LiveSettings
 from flare_ray.contracts.cache import ALL_TIERS, CacheReset, CacheStats
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, Heartbeat, StreamItem
@@ -280,6 +281,14 @@ class EngineCore:
     def cancel(self, request_id: str) -> None:
         """End a request; it gets `Failed(code="cancelled")`. Unknown ids are no error."""
         self._controller.cancel(request_id)
+
+    def reconfigure(self, settings: LiveSettings) -> None:
+        """Change what may change between two rounds; in force from the next one on.
+
+        Raises:
+            ConfigError: the settings ask for more than the engine was started for.
+        """
+        self._controller.reconfigure(settings)
 
     def stats(self) -> ControllerStats:
         """Counts of the controller, at once."""

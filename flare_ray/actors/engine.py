@@ -32,6 +32,7 @@ from flare_ray.actors.scaling import autoscaling_options, engine_stats
 from flare_ray.actors.stream import StreamSender
 from flare_ray.actors.vocabulary import engine_token_bytes
 from flare_ray.config import DeploymentConfig
+from flare_ray.config.live import LiveSettings
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed, Finished, StreamItem
 from flare_ray.contracts.request import GenerationRequest
@@ -186,6 +187,18 @@ class EngineHost:
         if self._core is None or self._record is None or not self._core.ready:
             raise _not_ready(self._core.fatal if self._core is not None else "it is starting")
         return _encode(self._record)
+
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take live settings (`LiveSettings`); called by Serve with `user_config` once the engine
+        has started and at each change, without a restart.
+
+        Raises:
+            ValueError, ConfigError: what is wrong with them; those before stay in force.
+        """
+        settings = LiveSettings.model_validate(user_config)
+        if self._core is None:
+            raise _not_ready("it is starting")
+        self._core.reconfigure(settings)
 
     def check_health(self) -> None:
         """Raise if the engine has failed or makes no progress; called by Serve, waits for nothing.

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ValidationError
 from flare_ray.actors.preflight import engine_bundles, total_of
 from flare_ray.cli.knobs import setting_known_as
 from flare_ray.cli.options import SETTINGS
-from flare_ray.config import DeploymentConfig, EngineDeployment
+from flare_ray.config import DeploymentConfig, EngineConfig, EngineDeployment
+from flare_ray.config.live import LiveSettings
 from flare_ray.errors import ConfigError
 from flare_ray.recipes import registry
 
@@ -267,6 +268,8 @@ def _override_problems(
         strategy = override.get("placement_group_strategy")
         if strategy is not None and strategy not in STRATEGIES:
             yield f"{where}.placement_group_strategy: must be one of {', '.join(STRATEGIES)}"
+        engine = config.engine if name == names[0] else None
+        yield from _live_problems(override.get("user_config"), engine, f"{where}.user_config")
         if name != names[0]:
             continue
         if strategy in STRATEGIES and strategy != ENGINE_STRATEGY:
@@ -285,6 +288,31 @@ def _override_problems(
                 f"{where}.placement_group_bundles: {config.engine.tensor_parallel_size} rank(s) "
                 f"need {needed}, got {bundles}; leave it out and set engine_deployment instead"
             )
+
+
+def _live_problems(settings: Any, engine: EngineConfig | None, path: str) -> Iterator[str]:
+    """What is wrong with live settings.
+
+    Args:
+        engine: whose they are; None = of a deployment that has none.
+    """
+    if settings is None:
+        return
+    if engine is None:
+        yield f"{path}: this deployment has no live settings; leave it out"
+        return
+    yield from unknown_keys(settings, LiveSettings, path)
+    try:
+        live = LiveSettings.model_validate(settings)
+    except ValidationError as error:
+        yield from _violations(error, path)
+        return
+    for key, asked, most in (
+        ("max_draft_tokens", live.max_draft_tokens, engine.speculation.draft_tokens),
+        ("max_waiting", live.max_waiting, engine.admission.max_waiting),
+    ):
+        if asked is not None and most is not None and asked > most:
+            yield f"{path}.{key}: the engine is started for at most {most}, got {asked}"
 
 
 def _applications(document: Document) -> list[Mapping[str, Any]]:

@@ -3,7 +3,7 @@ G2, G5, R6). Pure functions over shapes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flare_ray.config import EngineConfig
 from flare_ray.contracts.manifest import PreparedManifest
@@ -101,6 +101,14 @@ def serve_selection(manifest: PreparedManifest, config: EngineConfig) -> ServedC
     slots = min(manifest.slots, config.concurrency)
     max_width = max(shape.verify_width for shape in rounds)
     return ServedCatalog(prefill, scored, resume, tuple(rounds), slots, max_width, masked)
+
+
+def narrowed(catalog: ServedCatalog, max_width: int) -> ServedCatalog:
+    """The catalog without rounds wider than `max_width`, which is one at least."""
+    rounds = tuple(shape for shape in catalog.rounds if shape.verify_width <= max_width)
+    masked = tuple(shape for shape in catalog.masked if shape.verify_width <= max_width)
+    widest = max(shape.verify_width for shape in rounds)
+    return replace(catalog, rounds=rounds, masked=masked, max_width=widest)
 
 
 def _prompts(

@@ -144,7 +144,11 @@ class PlanRules:
 
 
 class Planner:
-    """Builds round plans from the running requests; mutates their progress as planned."""
+    """Builds round plans from the running requests; mutates their progress as planned.
+
+    Attributes:
+        catalog: programs to choose from; may be replaced between two plans.
+    """
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class Planner:
         self._admission = admission
         self._snapshots = admission.snapshots
         self._growth = Growth(admission)
-        self._catalog = catalog
+        self.catalog = catalog
         self._policy = policy
         self._eos_ids = rules.eos_ids
         self._eager = rules.eager
@@ -331,22 +335,22 @@ class Planner:
 
     def _resume_shape(self, lanes: int) -> GraphShape:
         """The smallest program for requests whose whole prompt was restored, or the largest."""
-        fits = (shape for shape in self._catalog.resume if shape.batch_capacity >= lanes)
-        return next(fits, self._catalog.resume[-1])
+        fits = (shape for shape in self.catalog.resume if shape.batch_capacity >= lanes)
+        return next(fits, self.catalog.resume[-1])
 
     def _chunk_shape(self, prompts: list[LiveRequest]) -> GraphShape:
         """The program for the head of `prompts`; those of the other kind leave the list."""
         scored = prompts[0].scores_prompt
         prompts[:] = [live for live in prompts if live.scores_prompt is scored]
-        return self._catalog.scored[0] if scored else self._prefill_shape(prompts)
+        return self.catalog.scored[0] if scored else self._prefill_shape(prompts)
 
     def _prefill_shape(self, prompts: list[LiveRequest]) -> GraphShape:
         """The program with the most useful rows for its time; the head of `prompts` is always in.
 
         A captured program runs all its rows, an eager one as many per lane as its longest chunk.
         """
-        best, best_rate = self._catalog.prefill[0], 0.0
-        for shape in self._catalog.prefill:
+        best, best_rate = self.catalog.prefill[0], 0.0
+        for shape in self.catalog.prefill:
             chunks = [
                 min(live.prompt_left, shape.token_capacity)
                 for live in prompts[: shape.batch_capacity]
@@ -394,9 +398,9 @@ class Planner:
     # Rounds.
 
     def _plan_round(self, decoding: list[LiveRequest]) -> tuple[RoundPlan, tuple[LiveRequest, ...]]:
-        if len(decoding) > self._catalog.max_lanes:
+        if len(decoding) > self.catalog.max_lanes:
             decoding.sort(key=self._last_round)
-            del decoding[self._catalog.max_lanes :]
+            del decoding[self.catalog.max_lanes :]
         ceilings = [self._ceiling(live) for live in decoding]
         copies = [_copies(live, ceiling) for live, ceiling in zip(decoding, ceilings, strict=True)]
         if self._copies_alone:
@@ -408,7 +412,7 @@ class Planner:
             )
         )
         masked = any(live.matcher is not None for live in decoding)
-        candidates = self._catalog.candidates(len(decoding), masked=masked)
+        candidates = self.catalog.candidates(len(decoding), masked=masked)
         shape = self._policy.choose(cohort, candidates)
         masks = self._masks.open(self._next_round)
         freed = self._freed()
@@ -452,7 +456,7 @@ class Planner:
         may have passed its worst case has ended by then, or has room for its pending token.
         """
         room = live.limit_pages * PAGE_TOKENS - 1 - live.consumed_bound
-        return max(0, min(self._catalog.max_width - 1, live.budget_bound - 1, room))
+        return max(0, min(self.catalog.max_width - 1, live.budget_bound - 1, room))
 
     def _grant(self, live: LiveRequest, end: int, grants: list[PageGrant]) -> None:
         """Cover positions below `end` with pages of the request's reservation."""

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
+from flare_ray.config.live import LiveSettings
 from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.request import GenerationRequest
 from flare_ray.controller.admission import Admission
@@ -17,6 +20,17 @@ from flare_ray.controller.history.copies import Copying
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.publication import Publisher
 from flare_ray.errors import InvalidRequest, Overloaded
+
+
+class Command(msgspec.Struct, frozen=True):
+    """What another thread asks of the loop: a request to accept, a grammar that was compiled,
+    settings to change, or (none of them) an id to cancel."""
+
+    request_id: str
+    request: GenerationRequest | None = None
+    arrival_ns: int = 0
+    compiled: tuple[LiveRequest, Outcome] | None = None
+    settings: LiveSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

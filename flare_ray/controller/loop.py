@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from flare_ray.config import EngineConfig
+from flare_ray.config.live import LiveSettings
 from flare_ray.contracts.manifest import PreparedManifest
 from flare_ray.contracts.messages import Failed
 from flare_ray.contracts.record import Proposals
@@ -34,7 +35,7 @@ from flare_ray.controller.grammar.gate import GrammarGate, Outcome
 from flare_ray.controller.grammar.masks import MaskWriter
 from flare_ray.controller.grammar.matcher import GrammarService
 from flare_ray.controller.harvest import Harvester
-from flare_ray.controller.intake import Intake, IntakePorts
+from flare_ray.controller.intake import Command, Intake, IntakePorts
 from flare_ray.controller.integrity import request_problems
 from flare_ray.controller.live import LiveRequest, Phase
 from flare_ray.controller.meters import Meters
@@ -52,6 +53,7 @@ from flare_ray.controller.parts import (
 from flare_ray.controller.ports import OutputPort, RankChannel, RoundResult
 from flare_ray.controller.publication import Publisher
 from flare_ray.controller.stops import OutputStops
+from flare_ray.controller.tuning import Tuning
 from flare_ray.errors import (
     ContractViolation,
     InvalidRequest,
@@ -150,6 +152,7 @@ class Controller:
         self._planner = Planner(
             self._admission, catalog, self._policy, masks=self._masks, rules=rules
         )
+        self._tuning = Tuning(config, catalog, self._admission, self._planner)
         self._publisher = Publisher(output, recorder)
         self._meters = Meters(recorder, self._admission, self.cache)
         self._harvester = Harvester(
@@ -168,11 +171,10 @@ class Controller:
         self._deadlines: list[tuple[int, int, str]] = []
         self._next_uid, self._rounds = 1, 0
         self._last_progress_ns = self._clock()
-        self._idle = True
-        self._is_clean = True
+        self._idle = self._is_clean = True
         # Shared with submitting threads, guarded by the lock.
         self._lock = threading.Lock()
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[Command] = deque()
         self._live_ids: set[str] = set()
         self._stopping: Literal["", "drain", "now"] = ""
         self._fatal: RankFailure | ContractViolation | None = None
@@ -215,7 +217,7 @@ class Controller:
                     status=409,
                 )
             self._live_ids.add(request.request_id)
-            self._commands.append(_Command(request.request_id, request, self._clock()))
+            self._commands.append(Command(request.request_id, request, self._clock()))
         self._channel.wake()
 
     def cancel(self, request_id: str) -> None:
@@ -227,7 +229,14 @@ class Controller:
         with self._lock:
             if request_id not in self._live_ids:
                 return
-            self._commands.append(_Command(request_id, None, 0))
+            self._commands.append(Command(request_id))
+        self._channel.wake()
+
+    def reconfigure(self, settings: LiveSettings) -> None:
+        """Change what may change between two rounds; raises as `Tuning.check` does."""
+        self._tuning.check(settings)
+        with self._lock:
+            self._commands.append(Command("", settings=settings))
         self._channel.wake()
 
     def stop(self, *, drain: bool) -> None:
@@ -318,6 +327,8 @@ class Controller:
                 self._accept(command.request, command.arrival_ns)
             elif command.compiled is not None:
                 self._intake.take_grammar(*command.compiled)
+            elif command.settings is not None:
+                self._tuning.apply(command.settings)
             elif (live := self._requests.get(command.request_id)) is not None:
                 self._end_failed(live, "cancelled", CLIENT_GONE, "the request was cancelled")
         return acted
@@ -336,7 +347,7 @@ class Controller:
     def _deliver_grammar(self, live: LiveRequest, outcome: Outcome) -> None:
         """Hand a compiled grammar over to the loop; any thread."""
         with self._lock:
-            self._commands.append(_Command(live.request.request_id, None, 0, (live, outcome)))
+            self._commands.append(Command(live.request.request_id, compiled=(live, outcome)))
         self._channel.wake()
 
     def _expire(self) -> None:
@@ -485,12 +496,3 @@ class Controller:
             self._is_clean = True
             # A request that ended while its round ran freed its pages at the harvest.
             self._meters.sample()
-
-
-class _Command(msgspec.Struct, frozen=True):
-    """A request to accept, a grammar that was compiled, or (neither) an id to cancel."""
-
-    request_id: str
-    request: GenerationRequest | None
-    arrival_ns: int
-    compiled: tuple[LiveRequest, Outcome] | None = None

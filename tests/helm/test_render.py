@@ -155,7 +155,8 @@ def test_serve_config_means_the_same_as_the_deployment_file(name, file):
     same = here.model_copy(update={"engine": here.engine.model_copy(update=place)})
     assert same == there
     assert ours == theirs
-    assert overrides == [{"name": "Engine", "num_replicas": there.engine_deployment.replicas}]
+    replicas = there.engine_deployment.replicas
+    assert overrides == [{"name": "Engine", "num_replicas": replicas, "user_config": {}}]
 
 
 def test_serve_config_has_the_outer_settings_of_the_gpu_deployment_file():
@@ -467,3 +468,16 @@ def test_without_a_secret_nothing_asks_for_keys():
     values = read_values("glm-4gpu")
     assert "keys_file" not in serve_document(values)["applications"][0]["args"]["ingress"]
     assert "api-keys" not in json.dumps(rayservice(values))
+
+
+@pytest.mark.parametrize("scaling", [None, {"max_replicas": 3}])
+def test_live_settings_stand_beside_the_arguments_and_change_none_of_them(scaling):
+    values = read_values("cpu-demo")
+    if scaling:
+        values = changed(values, engineDeployment__autoscaling=scaling)
+    with_live = changed(values, engineLive__max_draft_tokens=1)
+    before, after = (serve_document(v)["applications"][0] for v in (values, with_live))
+    assert after["args"] == before["args"]
+    (override,) = after["deployments"]
+    assert override["user_config"] == {"max_draft_tokens": 1}
+    assert ("num_replicas" in override) == (scaling is None)

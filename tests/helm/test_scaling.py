@@ -47,6 +47,6 @@ def test_autoscaled_engines_have_their_bounds_in_the_settings_and_nodes_for_the_
     [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
     assert tuple(group[key] for key in ("replicas", "minReplicas", "maxReplicas")) == nodes
     [application] = yaml.safe_load(spec["serveConfigV2"])["applications"]
-    assert "deployments" not in application
+    assert application["deployments"] == [{"name": "Engine", "user_config": {}}]
     placement = application["args"]["engine_deployment"]
     assert (placement["replicas"], placement["autoscaling"]) == (2, scaling)

@@ -1,7 +1,7 @@
 {{/*
-The Serve configuration: the same document as deployments/*.yaml. Engine replicas stand under `deployments:` and not
-in `args:`, since changed arguments restart every engine and a changed number of replicas does not. With autoscaling
-Serve sets their number itself, and the bounds are arguments.
+The Serve configuration: the same document as deployments/*.yaml. Engine replicas and live settings stand under
+`deployments:` and not in `args:`, since changed arguments restart every engine and these do not. With autoscaling
+Serve sets the number of engines itself, and the bounds are arguments.
 */}}
 {{- define "flare.serveConfig" -}}
 {{- $v := .Values -}}
@@ -37,9 +37,10 @@ applications:
         {{- toYaml $placement | nindent 8 }}
       ingress:
         {{- toYaml $ingress | nindent 8 }}
-    {{- if not $v.engineDeployment.autoscaling }}
     deployments:
       - name: Engine
+        {{- if not $v.engineDeployment.autoscaling }}
         num_replicas: {{ $v.replicas }}
-    {{- end }}
+        {{- end }}
+        user_config: {{ toJson $v.engineLive }}
 {{- end -}}

@@ -108,6 +108,29 @@ def test_number_of_autoscaled_engines_is_not_set_twice():
     assert any(line.startswith(path) for line in problems(doc))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "told"),
+    [
+        ("Engine", {"max_drafts": 1}, ".max_drafts: unknown key; did you mean max_draft_tokens?"),
+        ("Engine", {"max_waiting": -1}, ".max_waiting: Input should be greater than or equal to 0"),
+        ("Engine", {"max_waiting": 999}, ".max_waiting: the engine is started for at most 128"),
+        ("Ingress", {"max_waiting": 1}, ": this deployment has no live settings; leave it out"),
+    ],
+)
+def test_wrong_live_settings_are_named(name, settings, told):
+    doc = document()
+    doc["applications"][0]["deployments"] = [{"name": name, "user_config": settings}]
+    (line,) = problems(doc)
+    assert line.startswith(f"{APPLICATION}.deployments[0].user_config{told}")
+
+
+def test_live_settings_pass():
+    doc = document()
+    settings = {"max_draft_tokens": 2, "max_waiting": 8}
+    doc["applications"][0]["deployments"] = [{"name": "Engine", "user_config": settings}]
+    assert check_document(doc, name="file").document is doc
+
+
 def test_right_bundles_may_be_repeated():
     doc = document()
     rank = {"CPU": 2.0, "GPU": 1.0}
