@@ -6,6 +6,7 @@ Shapes: B rows, T tokens, H hidden, V vocabulary, D drafted tokens, K drafts.
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,8 @@ class PackagedModel(nn.Module):
         self.drafter = Drafter(config)
         self.tokens: Tensor
         self.register_buffer("tokens", torch.arange(config["vocab_size"]))
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", _frequencies(config))
         for parameter in self.target_parameters():
             parameter.requires_grad_(False)
 
@@ -218,9 +221,7 @@ class PackagedModel(nn.Module):
 
     def turns(self, positions: Tensor) -> Tensor:
         """Cosines and sines [2, B, T, width / 2] float32 of positions [B, T]."""
-        width, theta = self.config["head_dim"], self.config["rope_theta"]
-        channels = torch.arange(0, width, 2, device=positions.device, dtype=torch.float32)
-        angles = positions[..., None].float() * theta ** -(channels / width)
+        angles = positions[..., None].float() * self.frequencies
         return torch.stack([angles.cos(), angles.sin()])
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -251,6 +252,13 @@ class PackagedModel(nn.Module):
         return everything.index_copy_(-1, self.tokens, logits)
 
 
+def _frequencies(config: dict[str, Any]) -> Tensor:
+    """Radians a position of every pair of channels."""
+    width = config["head_dim"]
+    channels = torch.arange(0, width, 2, dtype=torch.float32)
+    return torch.exp(-math.log(config["rope_theta"]) / width * channels)
+
+
 def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> PackagedModel:
     """The model of a checkpoint folder; the drafter begins as its last layer in float32, over the
     mean of state and embedding.
@@ -269,7 +277,8 @@ def load_target(folder: Path, device: torch.device, dtype: torch.dtype) -> Packa
     for name in ("enorm", "hnorm", "shared_head.norm"):
         drafter[f"{name}.weight"] = torch.ones(hidden)
     target |= {f"drafter.{name}": tensor for name, tensor in drafter.items()}
-    model.load_state_dict(target | {"tokens": torch.arange(config["vocab_size"])})
+    tables = {"tokens": torch.arange(config["vocab_size"]), "frequencies": _frequencies(config)}
+    model.load_state_dict(target | tables)
     model.layers.to(dtype)
     model.embed_tokens.to(dtype)
     model.norm.to(dtype)
