@@ -238,7 +238,7 @@ def test_dead_rank_ends_all_requests_within_a_second_naming_rank_and_round(engin
         core.submit(make_request("late"), Consumer())
 
 
-def test_health_fails_on_pending_work_without_progress_but_not_on_idleness(engines):
+def test_h20_health_waits_for_no_round_and_fails_on_pending_work_without_progress_alone(engines):
     slow = threading.Event()
     channel = FakeChannel(
         MANIFEST,

@@ -37,7 +37,7 @@ def node(name: str, *, cpus: float, gpus: float = 0.0, free_gpus: float | None =
     return NodeResources(name, name, total, free)
 
 
-def test_bundles_hold_one_rank_each_and_the_controller_beside_rank_zero():
+def test_ray_59064_one_group_holds_every_rank_and_the_controller_beside_rank_zero():
     bundles = engine_bundles(make_config(ranks=2, cpus_per_rank=2.0))
     assert bundles == [{"CPU": 2.5, "GPU": 1.0}, {"CPU": 2.0, "GPU": 1.0}]
     assert total_of(bundles) == {"CPU": 4.5, "GPU": 2.0}

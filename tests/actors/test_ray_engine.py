@@ -149,7 +149,7 @@ def test_killed_engine_takes_its_ranks_along(launch, listener, checkpoint):
     )
 
 
-def test_killed_engine_stops_counting_as_ready_while_its_last_report_is_fresh(launch, checkpoint):
+def test_ray_47219_killed_engine_is_not_ready_while_its_last_report_is_fresh(launch, checkpoint):
     application = "killed-engine"
     engine = launch(scripted_deployment(checkpoint), application)
     finder = EngineFinder(application, scripted_deployment(checkpoint))
@@ -163,7 +163,7 @@ def test_killed_engine_stops_counting_as_ready_while_its_last_report_is_fresh(la
     assert [report.ready for report in directory.reports()] == [True]
 
 
-def test_cancelled_call_ends_its_request(launch, listener, checkpoint):
+def test_ray_39703_cancelled_call_ends_its_request_alone(launch, listener, checkpoint):
     engine = launch(scripted_deployment(checkpoint, context_tokens=4096))
     reference = submit(engine, listener, "a", max_tokens=4000)
     listener.wait_for_output("a")

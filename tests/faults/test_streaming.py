@@ -38,6 +38,6 @@ def test_h15_every_choice_has_one_finish_chunk_and_nothing_after_it(chains, widt
     assert [choice["text"] for choice in answer.choices] == ["1 2 3 4 5 6 7 8 "] * 3
 
 
-def test_ray_52745_forty_streams_at_once_all_come_whole(chains):
+def test_ray_52745_and_52746_forty_streams_at_once_all_come_whole(chains):
     bodies = [{"prompt": prompt("count"), "stream": True} for _ in range(40)]
     assert {answer.text for answer in chains(8).post_all(bodies)} == {"1 2 3 4 5 6 7 8 "}

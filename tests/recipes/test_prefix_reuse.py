@@ -225,7 +225,7 @@ def largest_error(got: Heard, expected: Heard) -> float:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_branch_of_a_prompt_equals_a_cold_run(engine, length):
+def test_vllm_53912_and_43559_branch_of_a_prompt_equals_a_cold_run(engine, length):
     prefix, tail = engine.tokens(length, 1), engine.tokens(TAIL, 2)
     engine.forget()
     whole = engine.listen(engine.cold((*prefix, *tail), 1))

@@ -343,7 +343,7 @@ def test_stop_at_any_moment_of_a_move_leaves_nothing_to_repair(
 
 
 @pytest.mark.parametrize("rounds", STORMS)
-def test_resets_and_cancels_during_restores_change_no_text(
+def test_vllm_46289_resets_and_cancels_during_restores_change_no_text(
     folder, cold, tmp_path, random_seed, rounds
 ):
     rng = random.Random(random_seed)

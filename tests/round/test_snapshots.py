@@ -99,7 +99,7 @@ def test_branch_of_a_captured_prompt_equals_a_cold_run(length):
 
 @pytest.mark.parametrize("rounds", [0, 1, 3])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_live_part_of_a_branch_equals_that_of_a_cold_run(length, rounds):
+def test_tpu_inference_3358_and_3412_every_part_of_a_branch_is_a_cold_runs(length, rounds):
     states = []
     for is_cold in (False, True):
         driver = engine()

@@ -65,8 +65,37 @@ FAULTS = {
     "probe11": "sampling",
     "probe04": "streaming",
     "litellm_37792": "streaming",
+    "H-16": "messages",
+    "H-20": "readiness",
+    "vllm_53912": "prefixes",
+    "43559": "prefixes",
+    "vllm_54360": "prefixes",
+    "52244": "prefixes",
+    "tpu_inference_3358": "prefixes",
+    "3412": "prefixes",
+    "sglang_36552": "prefixes",
+    "dynamo_7489": "prefixes",
+    "vllm_46289": "prefixes",
+    "vllm_25001": "messages",
+    "freetoken_537": "readiness",
+    "gpustack_6203": "readiness",
+    "worker_vllm_57": "refusals",
+    "gpustack_6030": "readiness",
+    "ray_39703": "ends",
+    "ray_47219": "readiness",
+    "52746": "streaming",
+    "ray_59064": "placement",
+    "probe02": "refusals",
+    "probe03": "refusals",
+    "probe05": "readiness",
+    "probe06": "readiness",
+    "probe12": "refusals",
+    "probe13": "refusals",
+    "probe14": "ends",
+    "probe15": "metrics",
 }
-"""Fault -> area; `28794` and `42802` share a test with the fault in front of them."""
+"""Fault -> area, all of them: reports H-01 to H-20, the reserve, probes 1 to 15. A number alone
+shares a test with the fault in front of it."""
 
 
 @dataclass(frozen=True)

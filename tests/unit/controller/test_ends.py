@@ -36,7 +36,7 @@ def test_cancel_while_queued_frees_the_place(make_harness):
     harness.assert_all_free()
 
 
-def test_cancel_during_chunked_prefill_frees_pages_at_the_next_boundary(make_harness):
+def test_probe_14_cancel_during_chunked_prefill_frees_pages_at_the_next_boundary(make_harness):
     harness = make_harness()
     harness.submit("r", tuple(range(250)) * 3, max_tokens=20)
     harness.run_rounds(3)
@@ -204,7 +204,7 @@ def test_lower_priority_value_runs_earlier(make_harness):
     assert order == ["running", "early", "late"]
 
 
-def test_duplicate_live_id_is_refused_and_the_first_is_unharmed(make_harness):
+def test_probe_13_duplicate_live_id_is_refused_and_the_first_is_unharmed(make_harness):
     harness = make_harness()
     harness.submit("r", max_tokens=10)
     with pytest.raises(InvalidRequest) as refusal:

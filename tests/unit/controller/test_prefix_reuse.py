@@ -51,7 +51,7 @@ def test_without_resume_a_repeated_prompt_keeps_a_token_to_consume(make_harness,
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 127, 128, 129, 200])
-def test_repeated_prompt_is_restored_whole(make_harness, length):
+def test_vllm_54360_and_52244_repeated_prompt_of_any_length_is_restored_whole(make_harness, length):
     harness = make_harness(manifest=make_manifest(prefill_tokens=256))
     prompt = prompt_of(length)
     run(harness, "first", prompt, max_tokens=3)
@@ -251,7 +251,7 @@ def test_capture_of_a_prompt_that_met_nonfinite_logits_is_dropped(make_harness):
 
 
 @pytest.mark.parametrize("snapshot_rows", [1, 8, 40])
-def test_random_branches_and_cancels_leave_every_text_as_if_cold(
+def test_sglang_36552_random_branches_and_cancels_leave_every_text_as_if_cold(
     make_harness, random_seed, snapshot_rows
 ):
     rng = random.Random(random_seed)

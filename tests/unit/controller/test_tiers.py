@@ -252,7 +252,7 @@ def test_reset_during_a_restore_makes_the_request_compute(make_tiered):
     assert harness.tokens("waits") == harness.expected(prompt, 5)
 
 
-def test_request_cancelled_during_its_restore_leaves_the_prefix_usable(make_tiered):
+def test_dynamo_7489_request_cancelled_during_its_restore_leaves_the_prefix_usable(make_tiered):
     harness = make_tiered(disk_bytes=10_000_000)
     prompt = prompt_of(150)
     leave_on_disk(harness, prompt)

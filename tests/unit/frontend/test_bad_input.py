@@ -163,7 +163,7 @@ def test_unknown_model_is_404(api, call, stream):
         ({"nonsense": 5}, "nonsense"),
     ],
 )
-def test_wrong_chat_field_is_400_and_named(api, fields, param):
+def test_probe_2_wrong_or_empty_chat_field_is_400_and_named(api, fields, param):
     error = error_of(api.chat(**fields), 400)
     assert error["type"] == "invalid_request_error"
     if param is not None:
@@ -203,7 +203,7 @@ def test_other_than_text_parts_are_refused_by_name(api, kind):
 
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
-def test_prompt_beyond_the_context_is_400_with_both_numbers(api, path):
+def test_probe_3_prompt_beyond_the_context_is_400_with_both_numbers(api, path):
     long = "x" * 450
     fields = (
         {"messages": [{"role": "user", "content": long}]} if path == "chat" else {"prompt": long}
@@ -226,7 +226,7 @@ def test_budget_beyond_the_context_is_400_with_both_numbers(api):
     "prompt",
     ["", [], [""], ["a", ""], [[]], [[1], []], 5, {}, None, [1, "a"], [1.5], [[1], [True]]],
 )
-def test_wrong_prompt_is_400(api, prompt):
+def test_probe_2_wrong_or_empty_prompt_is_400(api, prompt):
     assert error_of(api.complete(prompt=prompt), 400)["param"].startswith("prompt")
 
 

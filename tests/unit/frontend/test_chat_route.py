@@ -281,7 +281,7 @@ def test_refusal_comes_before_a_stream_begins(api, stream, refusal, status, code
     assert response.headers.get("retry-after") == expected
 
 
-def test_engine_that_is_not_ready_is_503(api):
+def test_gpustack_6030_engine_that_is_not_ready_is_503(api):
     api.client.ready = False
     assert error_of(api.chat(), 503)["code"] == "service_unavailable"
     assert not api.client.requests

@@ -83,7 +83,7 @@ def test_budget_of_nothing_streams_too(api):
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == ["length"]
 
 
-def test_model_list_names_the_served_model(api):
+def test_probe_5_model_list_names_the_served_model(api):
     body = api.get("/v1/models").json()
     assert [entry["id"] for entry in body["data"]] == ["tiny"]
     assert body["data"][0]["max_model_len"] == 512
@@ -91,7 +91,7 @@ def test_model_list_names_the_served_model(api):
     assert error_of(api.get("/v1/models/other/name"), 404)["code"] == "model_not_found"
 
 
-def test_health_follows_readiness_and_liveness_does_not(api):
+def test_probe_6_freetoken_537_and_gpustack_6203_nothing_is_ready_before_an_engine_is(api):
     assert api.get("/health").status_code == 200
     api.client.ready = False
     response = api.get("/health")

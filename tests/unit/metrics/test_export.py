@@ -99,7 +99,7 @@ def test_ingress_series_carry_their_own_label():
     assert dict(labels)["ingress"] == "i1"
 
 
-def test_text_parses_while_another_thread_writes_and_counters_never_fall():
+def test_probe_15_text_parses_while_another_thread_writes_and_counters_never_fall():
     recorder = Recorder("engine", "e1")
     stop = threading.Event()
 
