@@ -63,6 +63,9 @@ _PUBLIC_NAMES = {
 }
 """What Python's operators are called in torch's own module."""
 
+_PLAIN = (int, float, str, torch.dtype, torch.device, type(None))
+"""Arguments that hold no tensor, most of them."""
+
 _active = threading.local()
 
 
@@ -173,7 +176,10 @@ def _parts(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _parts(item)
+            if isinstance(item, Tensor):
+                yield item
+            elif not isinstance(item, _PLAIN):
+                yield from _parts(item)
     elif isinstance(value, dict):
         yield from _parts(tuple(value.values()))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -209,6 +215,12 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self._seen: list[Tensor] = []
         self._sizes: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: nothing is compiled here, and being skipped imports the compiler, seconds of a
+        start, and costs each operator a detour."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
