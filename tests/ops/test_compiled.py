@@ -91,26 +91,28 @@ def test_draw_equals_the_torch_form_token_for_token(size, kept):
     assert torch.equal(draw(weights, uniforms), reference_draw(weights, uniforms))
 
 
-@pytest.mark.parametrize("streams", [2, 4])
-def test_stream_mixing_equals_the_torch_form(streams):
-    rows = (2 + streams) * streams
+@pytest.mark.parametrize(("streams", "rows"), [(2, 5), (3, 5), (4, 1), (4, 37)])
+def test_stream_mixing_equals_the_torch_form_and_no_row_feels_its_neighbours(streams, rows):
+    outputs = (2 + streams) * streams
     shape = SinkhornShape(iterations=20, eps=1e-6, norm_eps=1e-5)
     site = HyperConnection(
-        torch.randn(rows, streams * 16) * 0.1,
-        torch.randn(rows),
+        torch.randn(outputs, streams * 16) * 0.1,
+        torch.randn(outputs),
         torch.rand(3),
         streams=streams,
         shape=shape,
     )
-    state = torch.randn(5, streams, 16)
+    state = torch.randn(rows, streams, 16)
     x, mix = site.mix_in(state)
+    alone, its_mix = site.mix_in(state[-1:])
+    assert torch.equal(alone, x[-1:]) and torch.equal(its_mix.mix, mix.mix[-1:])
     site._site = None
     wanted_x, wanted = site.mix_in(state)
     assert close(x, wanted_x) and close(mix.post, wanted.post) and close(mix.mix, wanted.mix)
 
 
 @pytest.mark.parametrize("width", [1, 3, 8])
-@pytest.mark.parametrize("dim", [16, 130])
+@pytest.mark.parametrize("dim", [16, 128, 130])
 def test_rounds_states_and_outputs_equal_the_torch_form(width, dim, monkeypatch):
     rule = DeltaRule(max_width=8, lower_bound=-5.0)
     rows = DeltaRows(
@@ -158,8 +160,8 @@ def test_prefill_does_not_depend_on_its_chunks_in_any_bit_and_equals_the_torch_f
 
 
 def test_hidden_and_unlisted_rows_of_attention_are_never_read():
-    query, cache = torch.randn(3, 4, 16), torch.full((40, 16), float("nan"))
-    cache[:20] = torch.randn(20, 16)
+    query, cache = torch.randn(3, 4, 64), torch.full((40, 64), float("nan"))
+    cache[:20] = torch.randn(20, 64)
     index = torch.randint(0, 20, (3, 30))
     index[:, 25:] = -1
     index[1] = -1
@@ -168,14 +170,32 @@ def test_hidden_and_unlisted_rows_of_attention_are_never_read():
     assert not got[1].any()
 
 
-def test_causal_attention_equals_the_torch_form():
-    query, cache = torch.randn(2, 3, 8, 16), torch.randn(64, 16)
-    read = torch.randint(0, 64, (2 * 24,))
-    bias = torch.zeros(2, 3, 24).masked_fill_(torch.rand(2, 3, 24) < 0.4, float("-inf"))
-    bias[:, :, 0] = 0.0
-    taken = cache.index_select(0, read).view(2, 24, 16)
-    wanted = plain_attention.causal_attention(query, taken, bias, scale=0.3)
-    assert close(attention.causal_attention(query, cache, read, bias, scale=0.3), wanted)
+@pytest.mark.parametrize("width", [1, 3, 35])
+def test_causal_attention_equals_the_torch_form_and_no_row_feels_its_neighbours(width):
+    query, cache = torch.randn(2, width, 8, 128), torch.full((70, 128), float("nan"))
+    cache[:64] = torch.randn(64, 128)
+    read = torch.randint(0, 64, (2, 60))
+    bias = torch.zeros(2, width, 60).masked_fill_(torch.rand(2, width, 60) < 0.4, float("-inf"))
+    bias[:, :, 0], bias[:, :, 50:] = 0.0, float("-inf")
+    taken = cache.index_select(0, read.view(-1)).view(2, 60, 128)
+    wanted = plain_attention.causal_attention(query, taken, bias, scale=0.1)
+    read[:, 50:] = 69
+    got = attention.causal_attention(query, cache, read.view(-1), bias, scale=0.1)
+    assert close(got, wanted)
+    parts = [
+        attention.causal_attention(query[:, [t]], cache, read.view(-1), bias[:, [t]], scale=0.1)
+        for t in range(width)
+    ]
+    assert torch.equal(torch.cat(parts, 1), got)
+
+
+def test_a_row_that_sees_nothing_attends_to_nothing():
+    query, cache, read = torch.randn(1, 2, 4, 64), torch.randn(9, 64), torch.arange(9)
+    bias = torch.full((1, 2, 9), float("-inf"))
+    assert not attention.causal_attention(query, cache, read, bias, scale=0.1).any()
+    bias[0, 1, 3] = 0.0
+    got = attention.causal_attention(query, cache, read, bias, scale=0.1)
+    assert not got[0, 0].any() and close(got[0, 1], cache[3].expand(4, 64))
 
 
 @pytest.mark.parametrize(("experts", "shared"), [(8, 1), (8, 0), (24, 2)])

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 from torch import Tensor
 
-from flare_ray.device.ops.numba import cube, dot1, inner, kernel, matrix, vector
+from flare_ray.device.ops.numba import aligned, cube, dot1, inner, kernel, matrix, vector
+from flare_ray.device.ops.vectors.numba import (
+    DOTS,
+    FLOAT,
+    LANES,
+    dots,
+    exponential,
+    load,
+    loop,
+    pointer,
+    sigmoid,
+    spread,
+    store,
+)
 
 
 class Site(NamedTuple):
@@ -22,33 +38,55 @@ class Site(NamedTuple):
     norm_eps: float
 
 
-@inner
-def divide_columns(mix, eps):
-    """Each column of [n, n] by its sum."""
-    n = mix.shape[0]
-    for j in range(n):
-        total = eps
-        for i in range(n):
-            total += mix[i, j]
-        scale = np.float32(1.0) / total
-        for i in range(n):
-            mix[i, j] *= scale
+@intrinsic
+def _divide(_context, lines, stride, count, eps):
+    """`count` vectors by their sum plus eps, place by place; the address of the first, floats
+    between them."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        lines, stride, count, eps = args
+        values = pointer(builder, lines)
+
+        def add(number: Any, sums: list[Any]) -> list[Any]:
+            return [builder.fadd(sums[0], load(builder, values, builder.mul(number, stride)))]
+
+        (total,) = loop(builder, count, [spread(builder, eps)], add)
+        share = builder.fdiv(spread(builder, ir.Constant(FLOAT, 1.0)), total)
+
+        def scale(number: Any, _nothing: list[Any]) -> list[Any]:
+            place = builder.mul(number, stride)
+            scaled = builder.fmul(load(builder, values, place), share)
+            store(builder, scaled, values, place)
+            return []
+
+        loop(builder, count, [], scale)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, types.float32), emit
+
+
+_divided: Any = _divide
 
 
 @inner
-def start(logits, mix, eps):
-    """Softmax of each row of logits [n * n], plus eps."""
-    n = mix.shape[0]
+def start(lines, n, eps):
+    """Softmax of each row of logits [n * n, LANES] in place, plus eps."""
+    highest, totals = np.empty(LANES, np.float32), np.empty(LANES, np.float32)
     for i in range(n):
-        highest = np.float32(-np.inf)
+        for lane in range(LANES):
+            highest[lane], totals[lane] = lines[i * n, lane], np.float32(0.0)
+        for j in range(1, n):
+            for lane in range(LANES):
+                highest[lane] = max(highest[lane], lines[i * n + j, lane])
         for j in range(n):
-            highest = max(highest, logits[i * n + j])
-        total = np.float32(0.0)
+            line = lines[i * n + j]
+            for lane in range(LANES):
+                line[lane] = exponential(line[lane] - highest[lane])
+                totals[lane] += line[lane]
         for j in range(n):
-            mix[i, j] = np.exp(logits[i * n + j] - highest)
-            total += mix[i, j]
-        for j in range(n):
-            mix[i, j] = mix[i, j] / total + eps
+            line = lines[i * n + j]
+            for lane in range(LANES):
+                line[lane] = line[lane] / totals[lane] + eps
 
 
 @inner
@@ -59,18 +97,32 @@ def coefficients(flat, row, weights, bias, raw, norm_eps):
     for i in range(line.shape[0]):
         total += line[i] * line[i]
     scale = np.float32(1.0 / np.sqrt(np.float64(total) / line.shape[0] + norm_eps))
-    for c in range(raw.shape[0]):
-        raw[c] = dot1(flat, weights[c], row) * scale + bias[c]
+    count, dim = weights.shape
+    together = count // DOTS * DOTS if dim % LANES == 0 else 0
+    for c in range(0, together, DOTS):
+        dots(
+            np.int64(line.ctypes.data),
+            np.int64(weights.ctypes.data) + c * dim * 4,
+            np.int64(raw.ctypes.data) + c * 4,
+            dim,
+            dim,
+        )
+    for c in range(together, count):
+        raw[c] = dot1(flat, weights[c], row)
+    for c in range(count):
+        raw[c] = raw[c] * scale + bias[c]
 
 
 @inner
-def sinkhorn(logits, mix, small, iterations):
-    """Softmax and alternate passes over mix [n, n]."""
-    start(logits, mix, small)
-    divide_columns(mix, small)
-    for _ in range(iterations - 1):
-        divide_columns(mix.T, small)
-        divide_columns(mix, small)
+def sinkhorn(lines, n, small, iterations):
+    """Softmax and alternate passes over mixes lines [n * n, LANES], a row of streams a lane."""
+    start(lines, n, small)
+    first = np.int64(lines.ctypes.data)
+    for passes in range(iterations):
+        for i in range(n if passes else 0):
+            _divided(first + i * n * LANES * 4, LANES, n, small)
+        for j in range(n):
+            _divided(first + j * LANES * 4, n * LANES, n, small)
 
 
 @kernel("iiiiiiiiiiiiiff")
@@ -98,20 +150,33 @@ def _mix(
     pres = matrix(pre, rows, n, np.float32)
     shares = matrix(before, rows, n, np.float32)
     mixes = cube(mix, rows, n, n, np.float32)
-    raw = np.empty((2 + n) * n, np.float32)
+    raw, lines = np.empty((2 + n) * n, np.float32), aligned((2 + n) * n, LANES)
     small = np.float32(eps)
-    for row in range(rows):
-        coefficients(flat, row, weights, bias, raw, norm_eps)
-        line = flat[row]
-        for c in range(n):
-            pres[row, c] = np.float32(1.0) / (np.float32(1.0) + np.exp(-raw[c])) + small
-            posts[row, c] = np.float32(2.0) / (np.float32(1.0) + np.exp(-raw[n + c]))
-        blocks[row] = np.float32(0.0)
-        for c in range(n):
-            share = shares[row, c] if late else pres[row, c]
-            for i in range(hidden):
-                blocks[row, i] += share * line[c * hidden + i]
-        sinkhorn(raw[2 * n :], mixes[row], small, iterations)
+    # As many rows as a vector has places: the passes divide side by side. Places left over at the
+    # end go through all of it with what stands there.
+    for first in range(0, rows, LANES):
+        count = min(LANES, rows - first)
+        for lane in range(count):
+            coefficients(flat, first + lane, weights, bias, raw, norm_eps)
+            lines[:, lane] = raw
+        for c in range(2 * n):
+            line, floor = lines[c], small if c < n else np.float32(0.0)
+            factor = np.float32(1.0) if c < n else np.float32(2.0)
+            for lane in range(LANES):
+                line[lane] = factor * sigmoid(line[lane]) + floor
+        sinkhorn(lines[2 * n :], n, small, iterations)
+        for lane in range(count):
+            row = first + lane
+            for c in range(n):
+                pres[row, c], posts[row, c] = lines[c, lane], lines[n + c, lane]
+            for i in range(n):
+                for j in range(n):
+                    mixes[row, i, j] = lines[(2 + i) * n + j, lane]
+            blocks[row] = np.float32(0.0)
+            for c in range(n):
+                share = shares[row, c] if late else pres[row, c]
+                for i in range(hidden):
+                    blocks[row, i] += share * flat[row, c * hidden + i]
 
 
 @kernel("iiiiiiii")

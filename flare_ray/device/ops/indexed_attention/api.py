@@ -12,11 +12,6 @@ from torch import Tensor
 from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.indexed_attention import reference
 
-IN_PLACE_ROWS = 8
-"""Most rows B * T for which the compiled form beats two batched products on CPU: at 128 positions
-of 512 and 4 heads, 1, 2, 6 rows take 35, 60, 160 us against 97, 115, 168 (Zen 4 core)."""
-
-
 LISTED_ROWS = 256
 """Most rows B * T that CUDA attends to by lists of their own; a prefill's rows share theirs, and
 dense products read the latents once for all of them. A guess."""
@@ -69,7 +64,7 @@ def causal_attention(
     expect_shape("bias", bias, batch, width, None)
     expect_shape("cache", cache, None, dim)
     expect_shape("read", read, batch * bias.shape[2])
-    if batch * width <= IN_PLACE_ROWS and _compiles(query, cache):
+    if _compiles(query, cache):
         from flare_ray.device.ops.indexed_attention import numba
 
         return numba.causal_attention(query, cache, read, bias, scale=scale)
@@ -93,10 +88,11 @@ def _runs_on_cuda(query: Tensor, cache: Tensor) -> bool:
 
 
 def _compiles(query: Tensor, cache: Tensor) -> bool:
-    """Whether the compiled form applies: float32 on CPU, heads in groups of four. It reads rows
-    where they lie; gathering 2,051 listed rows a query takes three times as long."""
-    return (
-        query.shape[-2] % 4 == 0
-        and cache.device.type == "cpu"
-        and cache.dtype == query.dtype == torch.float32
-    )
+    """Whether the compiled form applies: float32 on CPU, heads and channels in whole
+    groups. It reads rows where they lie; gathering 2,051 listed rows a query takes three times as
+    long."""
+    if cache.device.type != "cpu" or not cache.dtype == query.dtype == torch.float32:
+        return False
+    from flare_ray.device.ops.indexed_attention import numba
+
+    return numba.fits(cache.shape[1], query.shape[-2])

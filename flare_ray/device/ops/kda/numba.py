@@ -25,6 +25,7 @@ from flare_ray.device.ops.kda.reference import L2_EPS
 from flare_ray.device.ops.numba import aligned, cube, float_rows, inner, kernel, matrix, vector
 from flare_ray.device.ops.vectors.numba import (
     FUSED,
+    HELD,
     LANES,
     added_product,
     constant,
@@ -35,11 +36,12 @@ from flare_ray.device.ops.vectors.numba import (
     sigmoid,
     spread,
     store,
+    store_past,
     zeros,
 )
 
-SLICE = 128
-"""Value channels that run through all rows together: as many as there are registers for."""
+SLICE = min(128, LANES * HELD // 2)
+"""Value channels that run through all rows together: their sums take half the registers."""
 _PARTS = SLICE // LANES
 
 
@@ -54,7 +56,7 @@ def _sums(builder: ir.IRBuilder, dim: Any, terms: Any) -> list[Any]:
     return loop(builder, dim, [zeros()] * _PARTS, add_channel)
 
 
-def _emit(builder: ir.IRBuilder, numbers: tuple[Any, ...], *, keeps: bool) -> None:
+def _emit(builder: ir.IRBuilder, numbers: tuple[Any, ...], keeps: Any) -> None:
     """See `_step`; `numbers` are its arguments in order."""
     *addresses, dim, kept_stride, beta, scale_query, scale_key = numbers
     query, key, decay, value, state, out, kept = (pointer(builder, a) for a in addresses)
@@ -87,9 +89,9 @@ def _emit(builder: ir.IRBuilder, numbers: tuple[Any, ...], *, keeps: bool) -> No
             faded = builder.fmul(load(builder, state, place), fade, flags=FUSED)
             news.append(added_product(builder, faded, weight, delta))
             store(builder, news[-1], state, place)
-        if keeps:
+        if keeps is not None:
             for new, place in zip(news, places(channel, kept_stride), strict=True):
-                store(builder, new, kept, place)
+                keeps(builder, new, kept, place)
         return spread(builder, number(query, channel)), news
 
     query_scale = spread(builder, scale_query)
@@ -97,12 +99,12 @@ def _emit(builder: ir.IRBuilder, numbers: tuple[Any, ...], *, keeps: bool) -> No
         store(builder, builder.fmul(total, query_scale), out, constant(LANES * part))
 
 
-def _step(*, keeps: bool) -> Any:
+def _step(keeps: Any) -> Any:
     """Advances a slice [dim, SLICE] of a head's state by one row; for kernels:
 
     addresses of query, key and decay [dim], value [SLICE], state, output [SLICE], and of a second
-    place for the new state, which is written if `keeps`; dim, and floats between the second
-    place's lines; beta, and what normalises the query and the key, float32.
+    place for the new state, which `keeps` writes there unless it is None; dim, and floats between
+    the second place's lines; beta, and what normalises the query and the key, float32.
     """
 
     @intrinsic
@@ -113,7 +115,7 @@ def _step(*, keeps: bool) -> Any:
                 for group, kind in zip(args, signature.args, strict=True)
                 for place in range(len(kind))
             )
-            _emit(builder, tuple(numbers), keeps=keeps)
+            _emit(builder, tuple(numbers), keeps)
             return ir.Constant(ir.IntType(8).as_pointer(), None)
 
         return types.void(addresses, sizes, factors), emit
@@ -121,8 +123,9 @@ def _step(*, keeps: bool) -> Any:
     return step
 
 
-_advance: Any = _step(keeps=False)
-_advance_and_keep: Any = _step(keeps=True)
+_advance: Any = _step(None)
+_advance_and_keep: Any = _step(store)
+_advance_and_put_away: Any = _step(store_past)
 
 
 @inner
@@ -165,6 +168,9 @@ def _rows(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, r
     value, result = np.zeros(SLICE, np.float32), np.empty(SLICE, np.float32)
     # Signed as the other addresses: numba would unite both kinds as floats.
     ends = (np.int64(value.ctypes.data), np.int64(state.ctypes.data), np.int64(result.ctypes.data))
+    # Of several states a lane one is read again, a round later; put away past the caches they
+    # displace nothing, and no line is read only to be overwritten.
+    apart = width > 1 and dim % LANES == 0 and saved % 64 == 0
     for lane in range(lanes):
         for head in range(heads):
             _scales(inputs, lane * width, width, heads, head, scales)
@@ -183,7 +189,9 @@ def _rows(qkv, decay, beta, saved, read, write, out, lanes, width, heads, dim, r
                         stride = dim
                     addresses = (query, key, fade, ends[0], ends[1], ends[2], kept)
                     factors = (betas[row, head], scales[0, t], scales[1, t])
-                    if keeps_all:
+                    if keeps_all and apart and columns == SLICE:
+                        _advance_and_put_away(addresses, (dim, stride), factors)
+                    elif keeps_all:
                         _advance_and_keep(addresses, (dim, stride), factors)
                     else:
                         _advance(addresses, (dim, stride), factors)

@@ -5,7 +5,9 @@ micro-kernel reads 64 numbers of one input, widens them, and adds their multiple
 to six rows, which stay in registers: 24 of 32 at 512 bits. So a matrix streams through the core
 once per six rows, one row is bound by reading it and six by arithmetic, and no sum runs across a
 register (Goto and van de Geijn, 2008, name the parts). A core of fewer registers passes a panel
-several times, with as many of its columns as its registers have room for.
+several times, with as many of its columns as its registers have room for. Meanwhile a panel of
+bfloat16 asks for the next one, which lies behind it: prefetchers that see a cache line in two come
+too late. In float32 every pass reads all of its lines, and asking gained nothing.
 
 Checkpoints store bfloat16. A matrix whose every element is one stays one, at half the bytes, and
 is widened in registers: the arithmetic is that of a float32 product. Every output is summed input
@@ -36,6 +38,7 @@ from flare_ray.device.ops.vectors.numba import (
     SHORTS,
     added_product,
     constant,
+    fetch,
     loop,
     pointer,
     spread,
@@ -45,6 +48,8 @@ from flare_ray.device.ops.vectors.numba import (
 
 PANEL = 64
 """Matrix rows of a panel."""
+CACHE_LINE = 64
+"""Bytes."""
 MOST_ROWS = 6
 """Rows whose sums fit the registers beside four vectors of a panel."""
 
@@ -98,12 +103,17 @@ def _emit(builder: ir.IRBuilder, args: tuple[Any, ...], rows: int, *, narrow: bo
 
     inputs = [row_of(x, depth, row) for row in range(rows)]
     base = pointer(builder, panel, INT16 if narrow else FLOAT)
+    following = builder.mul(depth, constant(PANEL))
     for first in range(0, PANEL, LANES * parts):
 
         def add_input(step: Any, sums: list[Any], first: int = first) -> list[Any]:
-            line = builder.gep(
-                base, [builder.add(builder.mul(step, constant(PANEL)), constant(first))]
-            )
+            place = builder.mul(step, constant(PANEL))
+            line = builder.gep(base, [builder.add(place, constant(first))])
+            if narrow:
+                begins = range(first, first + LANES * parts, LANES)
+                for begin in (begin for begin in begins if begin % (CACHE_LINE // 2) == 0):
+                    offset = builder.add(following, constant(begin))
+                    fetch(builder, builder.gep(base, [builder.add(place, offset)]))
             columns = [
                 _widened(builder, builder.gep(line, [constant(LANES * part)]), narrow=narrow)
                 for part in range(parts)

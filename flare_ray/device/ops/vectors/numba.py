@@ -73,9 +73,43 @@ def store(builder: ir.IRBuilder, value: Any, target: Any, index: Any) -> None:
     builder.store(value, builder.bitcast(place, FLOATS.as_pointer()), align=4)
 
 
+def store_past(builder: ir.IRBuilder, value: Any, target: Any, index: Any) -> None:
+    """As `store` to a whole cache line, past the caches: for what is not read again soon."""
+    place = builder.gep(target, [index])
+    stored = builder.store(value, builder.bitcast(place, FLOATS.as_pointer()), align=64)
+    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(INT32, 1)]))
+
+
 def added_product(builder: ir.IRBuilder, total: Any, a: Any, b: Any) -> Any:
     """total + a * b."""
     return builder.fadd(total, builder.fmul(a, b, flags=FUSED), flags=FUSED)
+
+
+def fetch(builder: ir.IRBuilder, place: Any) -> None:
+    """Ask for a cache line that will be read soon; a pointer to anywhere, which is not read."""
+    kinds = [ir.IntType(8).as_pointer(), INT32, INT32, INT32]
+    name = "llvm.prefetch.p0i8"
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
+    # To read, into the second cache, as data.
+    hints = [ir.Constant(INT32, number) for number in (0, 2, 1)]
+    builder.call(function, [builder.bitcast(place, kinds[0]), *hints])
+
+
+def added_up(builder: ir.IRBuilder, values: Any) -> Any:
+    """The sum of a vector's floats, halves upon halves."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        none = ir.Constant(values.type, ir.Undefined)
+        halves = []
+        for first in (0, width):
+            places = [ir.Constant(INT32, first + lane) for lane in range(width)]
+            chosen = ir.Constant(ir.VectorType(INT32, width), places)
+            halves.append(builder.shuffle_vector(values, none, chosen))
+        values = builder.fadd(*halves)
+    return builder.extract_element(values, ir.Constant(INT32, 0))
 
 
 def loop(
@@ -111,6 +145,43 @@ def loop(
     builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
     builder.position_at_end(after)
     return results
+
+
+DOTS = 4
+"""Lines that `dots` multiplies together."""
+
+
+@intrinsic
+def _dots(_context, line, others, out, dim, stride):
+    """See `dots`."""
+
+    def emit(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        line, others, out, dim, stride = args
+        one, results = pointer(builder, line), pointer(builder, out)
+        lines = [
+            pointer(builder, builder.add(others, builder.mul(stride, constant(4 * number))))
+            for number in range(DOTS)
+        ]
+
+        def add_part(step: Any, sums: list[Any]) -> list[Any]:
+            place = builder.mul(step, constant(LANES))
+            value = load(builder, one, place)
+            return [
+                added_product(builder, total, value, load(builder, other, place))
+                for total, other in zip(sums, lines, strict=True)
+            ]
+
+        parts = builder.sdiv(dim, constant(LANES))
+        for number, total in enumerate(loop(builder, parts, [zeros()] * DOTS, add_part)):
+            builder.store(added_up(builder, total), builder.gep(results, [constant(number)]))
+        return context.get_dummy_value()
+
+    return types.void(*([types.int64] * 5)), emit
+
+
+dots: Any = _dots
+"""out [DOTS] = products of one line [dim] with DOTS others; for kernels: addresses of the line, of
+the first other and of out, dim (a multiple of LANES), floats between the others."""
 
 
 @intrinsic
