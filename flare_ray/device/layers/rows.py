@@ -135,6 +135,23 @@ def paged_rows(
     """
     width = span.positions.shape[1]
     in_view = span.page_table.shape[1] * PAGE_TOKENS
+    if span.positions.device.type == "cpu" and width <= layout.entries:
+        rows = _compiled_rows(span, layout, null_slot)
+        if attends and in_view <= layout.top_k:
+            rows.read, rows.bias = _compiled_view(span, rows.seen, dtype)
+        elif attends:
+            rows.pool_read = _every_pool(span, layout)
+        return rows
+    return _plain_rows(span, layout, null_slot=null_slot, dtype=dtype, attends=attends)
+
+
+def _plain_rows(
+    span: Span, layout: IndexLayout, *, null_slot: int, dtype: torch.dtype, attends: bool
+) -> PagedRows:
+    """`paged_rows` in torch operators: what CUDA and passes wider than a ring run, and what the
+    compiled form is compared with."""
+    width = span.positions.shape[1]
+    in_view = span.page_table.shape[1] * PAGE_TOKENS
     valid = span.valid & (span.positions < in_view)
     seen = torch.where(valid, span.positions, -1)
     end = seen.amax(1, keepdim=True)
@@ -160,10 +177,44 @@ def paged_rows(
     if in_view <= layout.top_k:
         rows.read, rows.bias = _visible(span, end, dtype)
     else:
-        inside = torch.arange(layout.page_pools, device=start.device)
-        pools = span.page_table.unsqueeze(2) * layout.page_pools + inside
-        rows.pool_read = pools.view(-1)
+        rows.pool_read = _every_pool(span, layout)
     return rows
+
+
+def _every_pool(span: Span, layout: IndexLayout) -> Tensor:
+    """`pool_read` of `PagedRows`."""
+    inside = torch.arange(layout.page_pools, device=span.page_table.device)
+    return (span.page_table.unsqueeze(2) * layout.page_pools + inside).view(-1)
+
+
+def _compiled_rows(span: Span, layout: IndexLayout, null_slot: int) -> PagedRows:
+    """A pass on CPU, of rows that all stay in the ring; without a view."""
+    from flare_ray.device.ops.paged_rows import numba
+
+    batch, width = span.positions.shape
+    sizes = numba.Sizes(PAGE_TOKENS, layout.pool, layout.entries, null_slot)
+    places = numba.places(span.positions, span.valid, span.slots, span.page_table, sizes)
+    return PagedRows(
+        batch=batch,
+        width=width,
+        latent_write=places.latent_write,
+        ring_read=places.ring_read,
+        ring_rows=None,
+        ring_write=places.ring_write,
+        pool_rows=None if width == 1 else places.pool_rows,
+        pool_write=places.pool_write,
+        pool_number=places.pool_number,
+        seen=places.seen,
+        page_table=span.page_table,
+    )
+
+
+def _compiled_view(span: Span, seen: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`read` and `bias` on CPU."""
+    from flare_ray.device.ops.paged_rows import numba
+
+    read, bias = numba.visible(span.positions, seen, span.page_table, page=PAGE_TOKENS)
+    return read, bias.to(dtype)
 
 
 @dataclass(slots=True)

@@ -83,13 +83,17 @@ def verify_chain(
         from flare_ray.device.sampling.inverse_cdf import triton
 
         return triton.verify_chain(p, q, drafts, lengths, uniforms)
+    if drafts.shape[1] and p.dtype == torch.float32:
+        from flare_ray.device.sampling import numba
+
+        return ChainResult(*numba.verify_chain(p, q, drafts, lengths, uniforms))
     return reference_chain(p, q, drafts, lengths, uniforms)
 
 
 def reference_chain(
     p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, uniforms: Tensor
 ) -> ChainResult:
-    """`verify_chain` in torch operators, for CPU and as the kernels' reference."""
+    """`verify_chain` in torch operators: the kernels' reference."""
     depth = drafts.shape[1]
     if depth == 0:
         zero = torch.zeros_like(lengths)

@@ -86,14 +86,14 @@ def nucleus_mask(probs: Tensor, top_p: Tensor) -> Tensor:
         probs: [..., V] float32, each in [0, 1]; rows need not be normalised.
         top_p: broadcastable to [...], float32; 1 keeps every token of positive probability.
     """
-    bits = probs.view(torch.int32)
-    goal = top_p.expand(probs.shape[:-1]).unsqueeze(-1) * probs.sum(-1, keepdim=True)
+    # Sums in float64: those in float32 over 154,880 tokens move the boundary by 3e-5 of mass.
+    bits, weight = probs.view(torch.int32), probs.double()
+    goal = top_p.double().expand(probs.shape[:-1]).unsqueeze(-1) * weight.sum(-1, keepdim=True)
     mass_above = torch.zeros_like(goal)
     prefix = torch.zeros_like(goal, dtype=torch.int32)
-    weight = probs
     for shift in (2 * _DIGIT_BITS, _DIGIT_BITS, 0):
         digit = ((bits >> shift) & (_BINS - 1)).to(torch.int64)
-        mass = probs.new_zeros((*probs.shape[:-1], _BINS)).scatter_add_(-1, digit, weight)
+        mass = weight.new_zeros((*probs.shape[:-1], _BINS)).scatter_add_(-1, digit, weight)
         reached = mass.flip(-1).cumsum(-1).flip(-1) + mass_above  # mass at or above each digit
         chosen = (reached >= goal).sum(-1, keepdim=True).sub_(1).clamp_(min=0)
         above = torch.where(
@@ -101,8 +101,8 @@ def nucleus_mask(probs: Tensor, top_p: Tensor) -> Tensor:
         )
         mass_above = above
         prefix = (prefix << _DIGIT_BITS) | chosen.to(torch.int32)
-        weight = torch.where((bits >> shift) == prefix, probs, 0.0)
-    boundary = prefix.view(torch.float32)
+        weight = torch.where((bits >> shift) == prefix, probs.double(), 0.0)
+    boundary = prefix.view(torch.float32).double()
     room = torch.ceil((goal - mass_above) / boundary.clamp(min=torch.finfo(torch.float32).tiny))
     kept = (bits > prefix) | _keep_first(bits == prefix, room.clamp(min=1.0))
     return torch.where(top_p.expand(probs.shape[:-1]).unsqueeze(-1) < 1.0, kept, probs > 0)
@@ -125,13 +125,13 @@ def target_probs(logits: Tensor, params: FilterParams) -> Tensor:
     return _probs(logits, params)
 
 
-def _probs(logits: Tensor, params: FilterParams) -> Tensor:
-    """Temperature, top-p and min-p of logits [B, W, V]."""
+def _probs(logits: Tensor, params: FilterParams, out: Tensor | None = None) -> Tensor:
+    """Temperature, top-p and min-p of logits [B, W, V]; on CPU written to `out`, if given."""
     if logits.is_cuda:
         return _cuda_probs(logits, params)
     from flare_ray.device.sampling import numba
 
-    probs = numba.soften(logits, params.temperature)
+    probs = numba.soften(logits, params.temperature, out)
     if params.any_top_p or params.any_min_p:
         probs = numba.filter_rows(probs, params.top_p, params.min_p)
     return probs
@@ -150,7 +150,7 @@ def _cuda_probs(logits: Tensor, params: FilterParams) -> Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
-def draft_probs(logits: Tensor, params: FilterParams) -> Tensor:
+def draft_probs(logits: Tensor, params: FilterParams, out: Tensor | None = None) -> Tensor:
     """The proposal distribution q: temperature, top-p and min-p; a greedy lane proposes greedily.
 
     q is kept, so the emitted law is exact whatever q is (contract: S1, S2); what the target would
@@ -160,12 +160,17 @@ def draft_probs(logits: Tensor, params: FilterParams) -> Tensor:
 
     Args:
         logits: [B, V] float32.
+        out: [B, V] float32 of contiguous rows, overwritten; None = a new tensor.
     Returns:
-        [B, V] float32, rows summing to 1.
+        [B, V] float32, rows summing to 1: `out` if it was given.
     """
     if params.every_lane_greedy:
-        return one_hot_max(logits)
-    probs = _probs(logits.unsqueeze(1), params).squeeze(1)
-    if params.max_top_k > 0:
-        probs = torch.where((params.top_k == 1).view(-1, 1), one_hot_max(logits), probs)
-    return probs
+        probs = one_hot_max(logits)
+    else:
+        place = None if out is None else out.unsqueeze(1)
+        probs = _probs(logits.unsqueeze(1), params, place).squeeze(1)
+        if params.max_top_k > 0:
+            probs = torch.where((params.top_k == 1).view(-1, 1), one_hot_max(logits), probs)
+    if out is None or probs.data_ptr() == out.data_ptr():
+        return probs
+    return out.copy_(probs)

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flare_ray.device.ops.checks import expect_shape
 from flare_ray.device.ops.numba import float_rows, inner, inner_ordered, kernel, matrix, vector
 from flare_ray.device.ops.vectors.numba import exponential
+from flare_ray.errors import ContractViolation
 
 _DIGIT_BITS = 10
 _BINS = 1 << _DIGIT_BITS
@@ -27,16 +29,13 @@ _LARGE = int(np.float32(2.0**-13).view(np.int32))
 _CHUNK = 64
 
 
-@kernel("iiiiii")
-def _soften(logits, temperature, out, rows, vocabulary, lanes):
-    """out [rows, vocabulary]: softmax of a lane's logits divided by its temperature."""
-    lines, results = (
-        matrix(logits, rows, vocabulary, np.float32),
-        matrix(out, rows, vocabulary, np.float32),
-    )
+@kernel("iiiiiii")
+def _soften(logits, temperature, out, rows, vocabulary, lanes, stride):
+    """Rows of `out`, `stride` apart: softmax of a lane's logits divided by its temperature."""
+    lines = matrix(logits, rows, vocabulary, np.float32)
     divisor = vector(temperature, lanes, np.float32)
     for row in range(rows):
-        line, result = lines[row], results[row]
+        line, result = lines[row], vector(out + 4 * row * stride, vocabulary, np.float32)
         warmth = divisor[row // (rows // lanes)]
         highest, total = np.float32(-np.inf), np.float32(0.0)
         for i in range(vocabulary):
@@ -52,13 +51,32 @@ def _soften(logits, temperature, out, rows, vocabulary, lanes):
             result[i] *= share
 
 
-def soften(logits: Tensor, temperature: Tensor) -> Tensor:
+def _row_stride(x: Tensor) -> int:
+    """Elements from one row of [B, W, V] float32 to the next, where that is one number.
+
+    Raises:
+        ContractViolation: it is not, or the type differs.
+    """
+    lanes, width, vocabulary = x.shape
+    stride = x.stride(0) if width == 1 else x.stride(1)
+    even = width == 1 or lanes == 1 or x.stride(0) == width * stride
+    if x.dtype != torch.float32 or x.stride(2) != 1 or not even:
+        raise ContractViolation(f"rows {x.shape} {x.dtype} at strides {x.stride()} for a kernel")
+    return stride if lanes * width > 1 else vocabulary
+
+
+def soften(logits: Tensor, temperature: Tensor, out: Tensor | None = None) -> Tensor:
     """Softmax of logits [B, W, V] float32 over temperatures [B] float32; less than exp(-87) of the
-    highest is 0."""
+    highest is 0.
+
+    Args:
+        out: [B, W, V] float32, rows at equal distances; overwritten and returned.
+    """
     lanes, width, vocabulary = logits.shape
     logits, temperature = float_rows(logits, vocabulary), temperature.contiguous()
-    out = torch.empty_like(logits)
-    sizes = (lanes * width, vocabulary, lanes)
+    out = torch.empty_like(logits) if out is None else out
+    expect_shape("out", out, lanes, width, vocabulary)
+    sizes = (lanes * width, vocabulary, lanes, _row_stride(out))
     _soften(logits.data_ptr(), temperature.data_ptr(), out.data_ptr(), *sizes)
     return out
 
@@ -128,18 +146,17 @@ def _keep(value, bit, mass, top_p, min_p, goal):
     return kept
 
 
-@kernel("iiiiii", ordered=True)
-def _filter(probs, top_p, min_p, rows, vocabulary, lanes):
-    """Rows of `probs` [rows, vocabulary], rows // lanes of them per lane, become filtered."""
-    values = matrix(probs, rows, vocabulary, np.float32)
-    bits = matrix(probs, rows, vocabulary, np.int32)
+@kernel("iiiiiii", ordered=True)
+def _filter(probs, top_p, min_p, rows, vocabulary, lanes, stride):
+    """Rows of `probs`, `stride` apart, rows // lanes of them per lane, become filtered."""
     top, low = vector(top_p, lanes, np.float32), vector(min_p, lanes, np.float32)
     mass, place = np.empty(_BINS, np.float64), np.empty(vocabulary, np.int64)
     few = np.empty(vocabulary, np.float32)
     few_bits = few.view(np.int32)
     for row in range(rows):
         lane = row // (rows // lanes)
-        value, bit = values[row], bits[row]
+        value = vector(probs + 4 * row * stride, vocabulary, np.float32)
+        bit = vector(probs + 4 * row * stride, vocabulary, np.int32)
         goal, count, held = 1.0, 0, 0.0
         if top[lane] < 1.0:
             goal = np.float64(top[lane]) * _sum(value)
@@ -162,7 +179,7 @@ def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Keep each row's nucleus and what reaches its min-p floor, renormalised.
 
     Args:
-        probs: [B, W, V] float32, each in [0, 1], contiguous; overwritten.
+        probs: [B, W, V] float32, each in [0, 1], rows at equal distances; overwritten.
         top_p: [B] float32 in (0, 1], 1 = off.
         min_p: [B] float32 in [0, 1), 0 = off.
     Returns:
@@ -170,7 +187,8 @@ def filter_rows(probs: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """
     lanes, width, vocabulary = probs.shape
     top_p, min_p = top_p.contiguous(), min_p.contiguous()
-    _filter(probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), lanes * width, vocabulary, lanes)
+    sizes = (lanes * width, vocabulary, lanes, _row_stride(probs))
+    _filter(probs.data_ptr(), top_p.data_ptr(), min_p.data_ptr(), *sizes)
     return probs
 
 
@@ -192,34 +210,86 @@ def _cumulative(weights, ends):
     return np.float32(total)
 
 
-@kernel("iiiii", ordered=True)
-def _inverse_cdf(weights, uniforms, out, rows, vocabulary):
-    lines, drawn = matrix(weights, rows, vocabulary, np.float32), vector(out, rows, np.int64)
-    uniform = vector(uniforms, rows, np.float32)
+@inner_ordered
+def _drawn(line, ends, uniform):
+    """(`chain.draw` of one row, the row's sum); `ends` is scratch for `_cumulative`."""
+    total = _cumulative(line, ends)
+    # Below the total by at least one float, so that some id's cumulative weight exceeds it.
+    goal = min(uniform * total, np.nextafter(total, np.float32(0.0)))
+    chunk = 0
+    while chunk < ends.shape[0] and not np.float32(ends[chunk]) > goal:
+        chunk += 1
+    held = ends[chunk - 1] if chunk > 0 else 0.0
+    for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, line.shape[0])):
+        held += line[i]
+        if np.float32(held) > goal:
+            return i, total
+    return line.shape[0] - 1, total
+
+
+@kernel("iiiiii", ordered=True)
+def _inverse_cdf(weights, uniforms, out, rows, vocabulary, stride):
+    drawn, uniform = vector(out, rows, np.int64), vector(uniforms, rows, np.float32)
     ends = np.empty((vocabulary + _CHUNK - 1) // _CHUNK, np.float64)
     for row in range(rows):
-        line = lines[row]
-        total = _cumulative(line, ends)
-        # Below the total by at least one float, so that some id's cumulative weight exceeds it.
-        goal = min(uniform[row] * total, np.nextafter(total, np.float32(0.0)))
-        drawn[row] = vocabulary - 1
-        chunk = 0
-        while chunk < ends.shape[0] and not np.float32(ends[chunk]) > goal:
-            chunk += 1
-        held = ends[chunk - 1] if chunk > 0 else 0.0
-        for i in range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, vocabulary)):
-            held += line[i]
-            if np.float32(held) > goal:
-                drawn[row] = i
+        line = vector(weights + 4 * row * stride, vocabulary, np.float32)
+        drawn[row], _ = _drawn(line, ends, uniform[row])
+
+
+@kernel("iiiiiiiiiii", ordered=True)
+def _verify(p, q, drafts, lengths, uniforms, accepted, tokens, lanes, shape, q_stride, u_stride):
+    """`shape` = drafts of a lane * 2**32 + vocabulary; strides of a lane."""
+    depth, vocabulary = shape >> 32, shape & 0xFFFFFFFF
+    draft, offered = matrix(drafts, lanes, depth, np.int64), vector(lengths, lanes, np.int64)
+    count, token = vector(accepted, lanes, np.int64), vector(tokens, lanes, np.int64)
+    rest = np.empty(vocabulary, np.float32)
+    ends = np.empty((vocabulary + _CHUNK - 1) // _CHUNK, np.float64)
+    for lane in range(lanes):
+        target = matrix(p + 4 * lane * (depth + 1) * vocabulary, depth + 1, vocabulary, np.float32)
+        proposal = matrix(q + 4 * lane * q_stride, depth, vocabulary, np.float32)
+        uniform = vector(uniforms + 4 * lane * u_stride, depth + 2, np.float32)
+        passed = 0
+        while passed < offered[lane]:
+            guess = draft[lane, passed]
+            if not uniform[passed] * proposal[passed, guess] < target[passed, guess]:
                 break
+            passed += 1
+        count[lane] = passed
+        if passed == offered[lane]:
+            token[lane], _ = _drawn(target[passed], ends, uniform[passed])
+            continue
+        for i in range(vocabulary):
+            left = target[passed, i] - proposal[passed, i]
+            rest[i] = left if left > np.float32(0.0) else np.float32(0.0)
+        drawn, total = _drawn(rest, ends, uniform[offered[lane] + 1])
+        token[lane] = drawn if total > np.float32(0.0) else draft[lane, passed]
+
+
+def verify_chain(
+    p: Tensor, q: Tensor, drafts: Tensor, lengths: Tensor, uniforms: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `chain.verify_chain` with D > 0, float32, token for token where p holds numbers; elsewhere
+    some token of the vocabulary. Both results [B] int64: accepted, token."""
+    lanes, rows, vocabulary = p.shape
+    expect_shape("q", q, lanes, rows - 1, vocabulary)
+    expect_shape("drafts", drafts, lanes, rows - 1)
+    p, drafts, lengths = float_rows(p, vocabulary), drafts.contiguous(), lengths.contiguous()
+    if q.dtype != torch.float32 or not q[0].is_contiguous():
+        raise ContractViolation(f"q {q.shape} {q.dtype} at strides {q.stride()} for a kernel")
+    if uniforms.stride(1) != 1 or uniforms.shape[1] != rows + 1:
+        raise ContractViolation(f"uniforms {uniforms.shape} at strides {uniforms.stride()}")
+    accepted, tokens = torch.empty_like(lengths), torch.empty_like(lengths)
+    places = [t.data_ptr() for t in (p, q, drafts, lengths, uniforms, accepted, tokens)]
+    _verify(*places, lanes, (rows - 1) << 32 | vocabulary, q.stride(0), uniforms.stride(0))
+    return accepted, tokens
 
 
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """As `chain.draw`, float32, token for token."""
     rows, vocabulary = weights.shape
-    weights, uniforms = float_rows(weights, vocabulary), uniforms.contiguous()
+    stride, uniforms = _row_stride(weights.unsqueeze(1)), uniforms.contiguous()
     out = torch.empty(rows, dtype=torch.int64)
-    _inverse_cdf(weights.data_ptr(), uniforms.data_ptr(), out.data_ptr(), rows, vocabulary)
+    _inverse_cdf(weights.data_ptr(), uniforms.data_ptr(), out.data_ptr(), rows, vocabulary, stride)
     return out
 
 

@@ -58,12 +58,11 @@ class Proposals:
     def draw(self, depth: int, logits: Tensor) -> Tensor:
         """Proposed tokens [B] int64 at `depth` from logits [B, V] float32; keeps their q."""
         kept, coupling = self.q[:, depth], self._draws.coupling
-        probs = draft_probs(logits, self._params)
-        kept.copy_(probs)
+        draft_probs(logits, self._params, out=kept)
         if coupling is None:
             token = draw(kept, self._draws.draft[:, depth])
         else:
-            token = coupled_draws(probs.unsqueeze(1), coupling, depth, power=COUPLED_POWER)[:, 0]
+            token = coupled_draws(kept.unsqueeze(1), coupling, depth, power=COUPLED_POWER)[:, 0]
             if not coupling.every_lane:
                 plain = draw(kept, self._draws.draft[:, depth])
                 token = torch.where(coupling.lanes, token, plain)

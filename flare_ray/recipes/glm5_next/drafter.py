@@ -27,6 +27,7 @@ from torch import Tensor
 from flare_ray.device.layers.indexed_mla import IndexedState
 from flare_ray.device.layers.rows import PagedRows, Span, paged_rows, proposal_span
 from flare_ray.device.ops.linear.api import Linear
+from flare_ray.device.ops.pair_join.api import PairJoin
 from flare_ray.device.weights.loader import RankWeights
 from flare_ray.recipes.declaration import (
     AbsorbRows,
@@ -90,8 +91,8 @@ class GlmDrafter:
         self._layout = index_layout(geometry)
         self._embedding = weights.shared(own_embedding if weights.has(own_embedding) else EMBEDDING)
         self._head = vocabulary_head(reader, own_head if weights.has(own_head) else HEAD)
-        self._embedding_norm = reader.norm(f"{prefix}enorm")
-        self._hidden_norm = reader.norm(f"{prefix}hnorm")
+        norms = (reader.norm(f"{prefix}{half}norm") for half in "eh")
+        self._pair = PairJoin(self._embedding, *norms)
         self._join = Linear(reader.whole(f"{prefix}eh_proj.weight"))
         self._attention_norm = reader.norm(f"{prefix}input_layernorm")
         self._attention = indexed_mla_block(reader, f"{prefix}self_attn")
@@ -145,10 +146,7 @@ class GlmDrafter:
 
     def _joined(self, pairs: _Pairs) -> Tensor:
         """[R, H] rows of the layer's residual stream."""
-        embedded = self._embedding.index_select(0, pairs.tokens)
-        embedded.masked_fill_((pairs.positions == 0).unsqueeze(1), 0.0)
-        hidden = self._hidden_norm(pairs.hidden)
-        return self._join(torch.cat((self._embedding_norm(embedded), hidden), dim=1))
+        return self._join(self._pair(pairs.tokens, pairs.hidden, pairs.positions))
 
     def _write(self, pairs: _Pairs, rows: PagedRows, indexed: IndexedState) -> None:
         self._attention.write(self._attention_norm(self._joined(pairs)), rows, indexed)

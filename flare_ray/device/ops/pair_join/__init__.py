@@ -1,0 +1,1 @@
+"""The input of a drafter over pairs: the next token's embedding beside a hidden state."""
