@@ -140,11 +140,11 @@ class RankExecutor:
         with torch.inference_mode():
             self.backend.warm()
 
-    def price(self) -> None:
+    def price(self, *, masked: bool = True) -> None:
         """Time rounds once more on padded lanes, for the policy: into the manifest; after
-        `warm`."""
+        `warm`. masked: see `Backend.prices`."""
         with torch.inference_mode():
-            prices = self.backend.prices()
+            prices = self.backend.prices(masked=masked)
         self.manifest = msgspec.structs.replace(self.manifest, prices=prices)
 
     def execute(

@@ -109,7 +109,7 @@ def prepare_rank(config: EngineConfig, comm: Communicator) -> RankExecutor:
             f"{sum_text(plan.manifest)}"
         ) from error
     if config.speculation.policy == "adaptive" and not plan.manifest.prices:
-        executor.price()
+        executor.price(masked=config.device == "cuda" or config.grammar.preload)
     return executor
 
 

@@ -244,6 +244,19 @@ def test_eager_programs_are_priced_by_their_own_runs():
     msgspec.json.encode(rank.manifest.prices)
 
 
+def test_rounds_with_masks_may_cost_what_their_twins_do(captured):
+    eager = scripted_rank(SCRIPT, SETUP)
+    eager.warm()
+    for rank in (captured[0], eager):
+        rank.price(masked=False)
+        costs = dict(rank.manifest.prices)
+        assert set(costs) == priced(rank)
+        masked = [shape for shape in costs if shape.masked]
+        assert masked
+        for shape in masked:
+            assert costs[shape] == costs[msgspec.structs.replace(shape, masked=False)]
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("width", SETUP.widths)
 def test_priced_programs_have_recorded_what_requests_of_the_usual_kind_need(width, masked):

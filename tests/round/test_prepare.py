@@ -323,3 +323,13 @@ def test_start_that_does_not_fit_tells_the_sum_and_the_setting(checkpoint):
     manifest = plan_engine(config_of(checkpoint, device="cuda", dtype="bfloat16"))
     with pytest.raises(CapacityError, match=r"graph pool 0\.\d+ .*change .*"):
         check_capacity(manifest, 1 << 20)
+
+
+@pytest.mark.parametrize("preload", [False, True])
+def test_rounds_with_masks_are_timed_where_grammars_are_expected(checkpoint, preload):
+    rank = prepare_rank(config_of(checkpoint, grammar={"preload": preload}), SingleGroup())
+    costs = dict(rank.manifest.prices)
+    masked = [shape for shape in costs if shape.masked]
+    assert masked
+    twins = [costs[msgspec.structs.replace(shape, masked=False)] for shape in masked]
+    assert ([costs[shape] for shape in masked] != twins) == preload

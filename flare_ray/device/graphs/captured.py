@@ -27,7 +27,7 @@ from flare_ray.contracts.shapes import PROMPT_KINDS, GraphShape
 from flare_ray.device.graphs.arena import Arena
 from flare_ray.device.graphs.body import PromptBody, RoundBody
 from flare_ray.device.graphs.catalog import refuse_unbuilt
-from flare_ray.device.graphs.program import Prices, not_prepared
+from flare_ray.device.graphs.program import Prices, not_prepared, priced
 from flare_ray.device.graphs.recording import Graph, Recorder, Run
 from flare_ray.device.graphs.variants import Variant, covers, variants
 from flare_ray.device.speculation.inputs import LaneBounds
@@ -235,13 +235,10 @@ class CapturedBackend:
         for program in ordered:
             program.watches = self._watches
 
-    def prices(self) -> Prices:
+    def prices(self, *, masked: bool) -> Prices:
         """See `Backend`."""
-        return tuple(
-            (shape, program.price_ns())
-            for shape, program in self._programs.items()
-            if shape.kind not in PROMPT_KINDS
-        )
+        rounds = {s: p for s, p in self._programs.items() if s.kind not in PROMPT_KINDS}
+        return priced(rounds, lambda shape: rounds[shape].price_ns(), masked=masked)
 
 
 def _rows(shape: GraphShape) -> int:

@@ -22,7 +22,7 @@ from flare_ray.contracts.shapes import PROMPT_KINDS, GraphShape
 from flare_ray.device.graphs.arena import Arena
 from flare_ray.device.graphs.body import PromptBody, RoundBody
 from flare_ray.device.graphs.catalog import refuse_unbuilt
-from flare_ray.device.graphs.program import Prices, Program, not_prepared
+from flare_ray.device.graphs.program import Prices, Program, not_prepared, priced
 from flare_ray.device.graphs.replays import Replays, coarse
 from flare_ray.device.speculation.inputs import FilterBounds, HostFacts, LaneBounds, LaneField
 from flare_ray.device.speculation.record import write_idle_record
@@ -262,10 +262,7 @@ class EagerBackend:
         for program in self._programs.values():
             program.warm()
 
-    def prices(self) -> Prices:
+    def prices(self, *, masked: bool) -> Prices:
         """See `Backend`."""
-        return tuple(
-            (shape, program.price_ns())
-            for shape, program in self._programs.items()
-            if isinstance(program, EagerRound)
-        )
+        rounds = {s: p for s, p in self._programs.items() if isinstance(p, EagerRound)}
+        return priced(rounds, lambda shape: rounds[shape].price_ns(), masked=masked)

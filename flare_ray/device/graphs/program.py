@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -82,8 +84,24 @@ class Backend(Protocol):
         """Run every entry once, and record it where this backend does, so that the first request
         meets nothing new."""
 
-    def prices(self) -> Prices:
-        """Time every round once more, on padded lanes; after `warm`."""
+    def prices(self, *, masked: bool) -> Prices:
+        """Time every round once more, on padded lanes; after `warm`.
+
+        Args:
+            masked: False = rounds with masks are not timed and cost what the same round without
+                masks does, which differs by little; on CPU their recordings take a good part of a
+                start, and most engines never meet a grammar.
+        """
+
+
+def priced(
+    shapes: Iterable[GraphShape], time_ns: Callable[[GraphShape], int], *, masked: bool
+) -> Prices:
+    """Prices of rounds as `Backend.prices` wants them; `time_ns` measures one."""
+    every = tuple(shapes)
+    twins = {shape: msgspec.structs.replace(shape, masked=False) for shape in every}
+    timed = {s: time_ns(s) for s in every if masked or not s.masked or twins[s] not in every}
+    return tuple((s, timed[s if s in timed else twins[s]]) for s in every)
 
 
 def not_prepared(shape: GraphShape, prepared: int) -> ContractViolation:
